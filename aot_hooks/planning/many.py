@@ -285,7 +285,6 @@ class Group:
         return step
 
     def on_forward_start(self) -> None:
-        """A forward is about to run."""
         with _lock:
             step = self.step
             step.drop()
@@ -314,7 +313,6 @@ class Group:
         step.marks, step.holding = [], {}
 
     def on_forward_end(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
-        """A forward has run."""
         step = self.step
         number = step.count
         if not autograd.at_end_of_backward(

@@ -40,9 +40,6 @@ class Limits:
     slowdown: float
     error: float
 
-    def max_ms(self, step: Step) -> float | None:
-        return None if math.isinf(self.slowdown) else step.ms * self.slowdown
-
 
 @dataclass(frozen=True)
 class Tried:
@@ -72,7 +69,8 @@ def search(
     after some attempts, the lowest peak is tried.
     """
     all_tried: list[Tried] = []
-    limit, max_ms = None if limits.peak is None else float(limits.peak), limits.max_ms(step)
+    limit = None if limits.peak is None else float(limits.peak)
+    max_ms = None if math.isinf(limits.slowdown) else step.ms * limits.slowdown
     low, high = -math.inf, math.inf  # the last limit whose graphs fitted, and the last one whose graphs did not
     reached: int | None = 0
     partitions = _PARTITIONS if step.moments == ALONE else _PARTITIONS_OF_MANY
@@ -123,12 +121,7 @@ def search(
         graphs, own = partitioned(_nothing(step))
         all_tried.append(tried(graphs, _nothing(step), own, _nothing(own)))
 
-    def fastest(one: Tried) -> tuple[float, float]:
-        return (one.plan.after_ms, one.peak)
-
-    def lowest(one: Tried) -> tuple[float, float]:
-        return (one.peak, one.plan.after_ms)
-
+    fastest, lowest = operator.attrgetter("plan.after_ms", "peak"), operator.attrgetter("peak", "plan.after_ms")
     fitting = [one for one in all_tried if one.fits(limits)]
     best = min(fitting, key=lowest if limits.peak is None else fastest, default=None)
     return best, min(all_tried, key=lowest)

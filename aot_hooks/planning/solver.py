@@ -21,6 +21,7 @@ is there from that point, unpacked. A source outside of the segment must not be 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -302,9 +303,7 @@ def _in_flight_terms(
     """For each group of positions: the terms of the MiB that wait to be sent, and of the MiB that are back early."""
     if not sent:
         return [{} for _ in groups]
-    clock = [0.0]
-    for ms in step.copies_ms or step.node_ms:
-        clock.append(clock[-1] + ms)
+    clock = list(itertools.accumulate(step.copies_ms or step.node_ms, initial=0.0))
     begins = [clock[min(position, len(clock) - 1)] for position, _ in groups]
     lasts = [*begins[1:], clock[-1]]
     in_backward = [position >= step.forward_count for position, _ in groups]

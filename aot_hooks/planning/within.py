@@ -93,11 +93,10 @@ def partition_within(
     assert isinstance(budget, Budget)
     trace = tracer(fused)
 
-    def read(fw: GraphModule, bw: GraphModule) -> Graphs:
-        return Graphs(fw, bw, num_fwd_outputs, tuple(static_inputs), roots, fused, trace, launched)
+    def graphs() -> Graphs:
+        return Graphs(*split(), num_fwd_outputs, tuple(static_inputs), roots, fused, trace, launched)
 
-    within = functools.partial(_partition, joint, lambda: read(*split()), rewrite, setting)
-
+    within = functools.partial(_partition, joint, graphs, rewrite, setting)
     strict = replace(budget, lenient=False)
     ways = [strict]
     if strict.moments_at_least:  # other graphs hold their least, in place of their share of the budget
@@ -154,8 +153,7 @@ def _partition(
     """`partition_within` for one `budget`. Error messages name the budget of `setting`."""
     rule: Any = setting.rule
     stock = split()
-    fused, trace = stock.fused, stock.trace
-    on_device = fused and on_cuda(stock.bw.graph.nodes)
+    on_device = stock.fused and on_cuda(stock.bw.graph.nodes)
     moments = _UNKNOWN if budget.least and budget.moments == ALONE else budget.moments
     before, before_ms = stock.live(planned=False), stock.ms()
     if on_device:
@@ -185,14 +183,14 @@ def _partition(
         """A copy of `graphs` with the hooks of `solution`, and its plan with live bytes and times."""
         found = replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
         saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary.tensors}
-        plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own, again), setting.scope), trace)
+        plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own, again), setting.scope), stock.trace)
         if on_device:
             unpack_early(found.bw)
             split_kernels(found.bw)
         live = after = found.live()
-        within = 0.0 if limits.peak is None else NEAR * limits.peak - bytes_of(live).beside(moments, "backward")
-        if limits.peak is not None and join_kernels(found.bw, live, within):
-            after = found.live()
+        if limits.peak is not None:
+            within = NEAR * limits.peak - bytes_of(live).beside(moments, "backward")
+            after = found.live() if join_kernels(found.bw, live, within) else live
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
         after_ms = found.ms(plan.transfers)
         plan = replace(
@@ -222,14 +220,14 @@ def _partition(
             write_when_made(gm)
             hold_kernels(gm, points, best.peak - bytes_of(best.plan.live_after).beside(moments, phase))
     if budget.around is not None:
-        best = _around(budget.around, best, rewrite, setting, trace)
+        best = _around(budget.around, best, rewrite, setting)
     if not budget.least:
         plan = _in_step(best.plan, moments)
     elif len(step.values) <= _FEW:
         plan = replace(best.plan, program=(as_data(step), limits.error))
     else:
         plan = best.plan
-    if fused:
+    if stock.fused:
         return best.graphs.fw, best.graphs.bw, plan
     return aot.copied(best.graphs.fw, lazily=False), aot.copied(best.graphs.bw, lazily=False), plan
 
@@ -239,14 +237,13 @@ def _around(
     found: Tried,
     rewrite: Callable[[GraphModule, GraphModule, Setting, Trace], Plan],
     setting: Setting,
-    trace: Trace,
 ) -> Tried:
     """`found` with graphs that use `around(hook)` in place of each lossy hook."""
     bare = found.without_hooks
     graphs = replace(bare, fw=aot.copied(bare.fw), bw=aot.copied(bare.bw))
     policy = _policy(found.solution, found.step, {})
     hooks = {name: around(hook) if hook.lossy else hook for name, hook in policy.hooks.items()}
-    rewrite(graphs.fw, graphs.bw, Setting(_Chosen(hooks, policy.reasons), setting.scope), trace)
+    rewrite(graphs.fw, graphs.bw, Setting(_Chosen(hooks, policy.reasons), setting.scope), bare.trace)
     return replace(found, graphs=graphs)
 
 
