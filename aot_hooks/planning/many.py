@@ -26,7 +26,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -103,7 +102,7 @@ class Graph:
         """A lower bound of the bytes of a call at `sizes`, as a share of its bytes at `self.sizes`."""
         return min((n / self.sizes[k] for k, n in sizes.items()), default=1.0)
 
-    def rule(self, given: Budget, sizes: Products = MappingProxyType({})) -> Budget:
+    def rule(self, given: Budget, sizes: Products) -> Budget:
         """The budget to compile the graph with at symbolic `sizes`: all bytes are scaled by `share_of(sizes)`."""
         with _lock:
             part = self.share_of(sizes)
@@ -153,11 +152,7 @@ class Graph:
         return replace(given, free=None, least=True, moments=moments)
 
     def compiled(
-        self,
-        plans: list[Plan],
-        listed: list[Plan] | None,
-        tight_plans: Sequence[Plan] = (),
-        sizes: Products = MappingProxyType({}),
+        self, plans: list[Plan], listed: list[Plan] | None, tight_plans: Sequence[Plan], sizes: Products
     ) -> Version | None:
         """Note a version that was compiled with `rule()`; None if no plan of it says how many bytes it holds.
 
@@ -456,9 +451,7 @@ class Group:
         )
 
 
-def graph_of(
-    rule: Budget, gm: GraphModule, inputs: Sequence[Any], sizes: Products = MappingProxyType({})
-) -> Graph | None:
+def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any], sizes: Products) -> Graph | None:
     """The graph `gm` under the budget `rule`; None if its peak is not in bytes.
 
     Equal graphs are one, but for those with symbolic `sizes` that are too large for its plans.

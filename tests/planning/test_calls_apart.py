@@ -318,7 +318,7 @@ def test_calls_apart_without_a_version_that_holds_the_least_are_refused():
     points = (LivePoint("forward", "mm", 10, "", ""), LivePoint("backward", "mm", 10, "", ""))
     plan = Plan((), live_before=points, live_after=points, in_step=InStep(4, 0, tight_calls=2))
     with pytest.raises(BudgetError, match="no plan of what they run"):
-        graph.compiled([plan], None)
+        graph.compiled([plan], None, (), {})
     assert not graph.was_planned
 
 
