@@ -56,21 +56,20 @@ def plan(
         UnsupportedGraphError: if `fn` reads a tensor's value outside of its compiled graphs.
         HookContractError, HookTraceError, PolicyError: as compiling does.
     """
-    budgets: list[Budget | None] = []
-    found = joined(plans_of(fn, args, kwargs, budgets, policy=policy, scope=scope, inner=inner))
+    found, over = dry_run(fn, args, kwargs, policy=policy, scope=scope, inner=inner)
     if not found.decisions and not torch.is_grad_enabled():
         warn_user("aot_hooks.plan: gradients are disabled here (torch.no_grad), so nothing is saved", UnusedWarning)
-    if (text := over_together(budgets, found)) is not None:
-        warn_user(f"aot_hooks: {text}", BudgetWarning)
+    if over:
+        warn_user(f"aot_hooks: {over}", BudgetWarning)
     return found
 
 
-def over_together(budgets: Sequence[Budget | None], plan: Plan) -> str | None:
+def _over_together(budgets: Sequence[Budget | None], plan: Plan) -> str:
     """What to say if graphs that were planned one by one, by these budgets, are over their budget in `plan`."""
     budget = budgets[0] if len(budgets) > 1 and len(set(budgets)) == 1 else None
     peak = None if budget is None else budget.peak_bytes
     if peak is None or plan.peak_bytes <= peak:
-        return None
+        return ""
     return (
         f"{budget!r}: expected a step under {mib(peak)}, but its {len(budgets)} graphs are planned one by one here, "
         f"and take {mib(plan.peak_bytes)} together. In training a budget plans them as one step after the first "
@@ -83,21 +82,16 @@ def saved_tensors(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Sa
     return tuple(d.saved for d in plan(fn, *args, **kwargs).decisions)
 
 
-def plans_of(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    budgets: list[Budget | None] | None = None,
-    **overrides: Any,
-) -> list[Plan]:
-    """A plan for each graph with a backward; `overrides` come before the options of `fn`.
+def dry_run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **overrides: Any) -> tuple[Plan, str]:
+    """The plan of all graphs, and what to say if they are over their budget together; "" if not.
 
-    The budget of each graph of Dynamo with a plan is appended to `budgets`, None for another policy.
+    `overrides` come before the options of `fn`.
     """
     fn, own_options, dynamic = unwrap_compiled("aot_hooks.plan", fn)
     check_keywords("aot_hooks.plan", fn, kwargs, overrides)
     options = Options.parse(own_options | {name: value for name, value in overrides.items() if value is not None})
     plans: list[Plan] = []
+    budgets: list[Budget | None] = []  # of each graph of Dynamo with a plan; None for another policy
     reachable = reachable_values(fn)
     module = reachable[""]
     state = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
@@ -109,7 +103,7 @@ def plans_of(
         with without_modes():
             found, budget = plan_graph(gm, inputs, options)
         plans.extend(found)
-        if found and budgets is not None:
+        if found:
             budgets.append(budget)
 
         def run(*values: Any) -> Any:
@@ -140,7 +134,8 @@ def plans_of(
             if table.keys() != before.keys() or any(table[name] is not value for name, value in before.items()):
                 table.clear()  # the values assigned meanwhile are fake
                 table.update(before)
-    return plans
+    joint = joined(plans)
+    return joint, _over_together(budgets, joint)
 
 
 def check_keywords(caller: str, fn: Callable[..., Any], kwargs: dict[str, Any], own: Iterable[str]) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 
 from ..errors import BudgetError, OptionError, error_behind
 from ..hook import KEEP
-from ..passes.plan import Plan, joined
+from ..passes.plan import Plan
 from ..planning.budget import ALLOWED, Budget, budget
-from .dry_run import check_keywords, plans_of
+from .dry_run import check_keywords, dry_run
 from .trial import unwrap_compiled
 
 _POINTS = 8
@@ -107,7 +107,7 @@ def frontier(
     check_keywords("aot_hooks.frontier", inside, kwargs, ("allow", "max_error", "scope", "inner"))
 
     def plan_with(policy: Any) -> Plan:
-        return joined(plans_of(fn, args, kwargs, policy=policy, scope=scope, inner=inner))  # without its warning
+        return dry_run(fn, args, kwargs, policy=policy, scope=scope, inner=inner)[0]  # without its warning
 
     return frontier_of(plan_with, allow=allow, max_error=max_error)
 

@@ -32,11 +32,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..backend import with_options
 from ..errors import AotHooksError, unwrapped
 from ..passes.plan import Plan, joined
-from ..planning.budget import Budget
 from ..records import Graph, recorded
 from ..torch_private import dynamo
 from ..torch_private import values as torch_values
-from .dry_run import over_together, plans_of
+from .dry_run import dry_run
 
 
 class ScriptError(AotHooksError, RuntimeError):
@@ -226,18 +225,17 @@ def _plan_eager(found: Recorded, module: torch.nn.Module, options: Mapping[str, 
     if not trains or dynamo.compile_wrapper_of(module) is not None:
         return False  # of a compiled module the backend reports the graphs
     name = type(module).__name__
-    budgets: list[Budget | None] = []
     try:
-        plans = plans_of(module, args, kwargs, budgets, **options)
+        plan, over = dry_run(module, args, kwargs, **options)
     except AotHooksError as e:
         found.notes.append(f"{name}: {e}")
     except dynamo.dynamo_error() as e:  # the script does not compile it, and may go on
         found.notes.append(f"{name}: cannot be compiled, so not planned: {str(e).strip().splitlines()[0]}")
     else:
-        if plans:
-            found.eager.append((name, joined(plans)))
-            if (text := over_together(budgets, joined(plans))) is not None:
-                found.over_budget.append(f"{name}: {text}")
+        if plan.live_after:  # a graph has a backward
+            found.eager.append((name, plan))
+        if over:
+            found.over_budget.append(f"{name}: {over}")
     return True
 
 
