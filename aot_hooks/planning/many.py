@@ -93,11 +93,6 @@ class Graph:
     listed: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
     stale: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
 
-    @property
-    def least_in_step(self) -> Bytes:
-        """The fewest bytes of a call in the step that is planned."""
-        return self.share if self.is_fixed else self.least or self.stock
-
     def share_of(self, sizes: Products) -> float:
         """A lower bound of the bytes of a call at `sizes`, as a share of its bytes at `self.sizes`."""
         return min((n / self.sizes[k] for k, n in sizes.items()), default=1.0)
@@ -107,7 +102,7 @@ class Graph:
         with _lock:
             part = self.share_of(sizes)
             less = int((1 - part) * (given.peak_bytes or 0))
-            given = replace(given, over=given.over + less, lenient=self.grown > 0) if less or self.grown else given
+            given = replace(given, over=given.over + less, lenient=self.grown > 0)
             step = self.group.step
             step.drop()
             if self.mode == "alone" and step.holding and step.held_bytes > _SMALL * self.group.peak_bytes:
@@ -115,14 +110,18 @@ class Graph:
             if self.mode == "least":
                 return self._least_rule(given)
             if self.mode == "planned":
-                moments, least = self._moments(), self._moments(of=lambda graph: graph.least_in_step)
-                moments, least = (tuple(m.times(part) for m in ms) for ms in (moments, least))
-                rule = replace(given, free=self.group.budget.free, over=given.over + self.group.over, moments=moments)
+                fewest = self._moments(of=lambda graph: graph.share if graph.is_fixed else graph.least or graph.stock)
+                moments, at_least = (tuple(m.times(part) for m in ms) for ms in (self._moments(), fewest))
                 estimated = any(event.gathered_bytes for trace in self.group.traces for event in trace)
-                at_least = () if least == moments else least
-                lenient = self.was_planned or estimated or self.grown > 0
-                apart = self._apart() if part == 1 else None
-                return replace(rule, moments_at_least=at_least, lenient=lenient, apart=apart)
+                return replace(
+                    given,
+                    free=self.group.budget.free,
+                    over=given.over + self.group.over,
+                    moments=moments,
+                    moments_at_least=() if at_least == moments else at_least,
+                    lenient=given.lenient or self.was_planned or estimated,
+                    apart=self._apart() if part == 1 else None,
+                )
             return given
 
     def _moments(self, tight: int = 0, of: Callable[[Any], Bytes] = lambda graph: graph.share) -> tuple[Moment, ...]:
