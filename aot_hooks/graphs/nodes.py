@@ -145,11 +145,11 @@ def is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         call = node.args[0]
         return isinstance(call, Node) and is_view(call)
-    return node.op == "call_function" and _returns_view(node.target)
+    return node.op == "call_function" and returns_view(node.target)
 
 
 @functools.cache  # operators are few, and their schemas don't change
-def _returns_view(target: Any) -> bool:
+def returns_view(target: Any) -> bool:
     if target is torch.ops.aten.detach.default:
         return True
     schema = torch_values.schema_of(target)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..errors import OptionError
+from ..graphs.nodes import returns_view
 from ..torch_private import dynamo
 from ..torch_private import values as torch_values
 
@@ -97,10 +98,8 @@ def is_view_name(op: str) -> bool:
     space, packet, *_ = (*op.split("."), "")
     if space != "aten" or not packet:
         return False
-    overload = getattr(torch.ops.aten, packet)
-    schema = torch_values.schema_of(getattr(overload, overload.overloads()[0]))
-    returned = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return returned or packet in ("_unsafe_view", "detach")
+    found = getattr(torch.ops.aten, packet)
+    return packet == "_unsafe_view" or returns_view(getattr(found, found.overloads()[0]))
 
 
 def _plain(name: str) -> str:
