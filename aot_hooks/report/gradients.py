@@ -24,7 +24,6 @@ from ..context.entering import saved_tensors_policy
 from ..context.pairs import ambient
 from ..errors import OptionError
 from ..hook import KEEP, Hook
-from ..options import Options
 from ..passes.plan import Plan, joined
 from ..planning.budget import Budget
 from ..records import recorded
@@ -144,10 +143,10 @@ def check_gradients(
                 "check_gradients: no hooks to check; give policy=aot_hooks.float8(), say, or call it inside a context"
             )
         policy, scope = own_policy, scope or options.get("scope", "donated")
-    Options.parse(options)
+    backend = with_options(options)
     hooks = None if policy is None else saved_tensors_policy(policy, scope=scope)
     modules = _modules(fn, args, kwargs)
-    run = functools.partial(_run, fn, args, kwargs, options, dynamic, modules)
+    run = functools.partial(_run, fn, args, kwargs, backend, dynamic, modules)
     reference, found = run(saved_tensors_policy(KEEP)), run(hooks or contextlib.nullcontext())
     if reference.random_states != found.random_states and _output_error(reference, found) > _SAME:
         setting = hooks.setting if hooks is not None else ambient()[0]
@@ -205,7 +204,7 @@ class _Run:
 
 
 def _run(
-    fn: Any, args: Any, kwargs: Any, options: dict[str, Any], dynamic: Any, modules: dict[str, Any], hooks: Any
+    fn: Any, args: Any, kwargs: Any, backend: Any, dynamic: Any, modules: dict[str, torch.nn.Module], hooks: Any
 ) -> _Run:
     copies: dict[int, torch.Tensor] = {}
 
@@ -223,7 +222,6 @@ def _run(
             "check_gradients: no parameter of the function's modules requires grad, and no argument; call "
             "requires_grad_() on what should have a gradient"
         )
-    backend = with_options(options)
     with trial("check_gradients", fn, backend, dynamic) as compiled, _restored(modules), torch.enable_grad():
         with hooks, recorded() as graphs:
             out = compiled(*args, **kwargs)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
@@ -42,9 +42,8 @@ _Path = tuple["str | tuple[int, ...]", ...]  # names and numbers; numbers of fol
 _Groups = dict[tuple[Any, _Path], list[Decision]]  # by what is equal in a row, and the path
 
 
-def fold(decisions: Iterable[Decision]) -> list[Row]:
+def fold(decisions: Sequence[Decision]) -> list[Row]:
     """Rows of decisions that differ only in numbers of the module's path and in nodes' names; the largest first."""
-    decisions = list(decisions)
     hooks = {d.hook.name for d in decisions}
     groups: _Groups = defaultdict(list)
     for d in decisions:
