@@ -244,16 +244,13 @@ def _costly(program: Program, guide: Any, by_value: Sequence[Sequence[int]]) -> 
 def _dives(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[int]], room: float, near: float) -> Any:
     """The best of `best` and some dives without the costly columns; or with them, if none or no peak can be reached."""
     out_of_reach = guide[program.over] > MOST_OVER
-    upper = list(program.upper)
-    for c in _costly(program, guide, by_value):
-        program.upper[c] = 0.0
-    for closed in (True, False) if program.upper != upper else (False,):
-        if not closed:
-            program.upper = list(upper)
+    costly = {c for c in _costly(program, guide, by_value) if program.upper[c]}
+    closed = replace(program, upper=[0.0 if c in costly else high for c, high in enumerate(program.upper)])
+    for part in (closed, program) if costly else (program,):
         spare, poor = 0.0, 0
         solved: dict[tuple[float, ...], Any] = {}  # by the bounds of a program few of whose values were open
         for k in range(_DIVES):
-            found = _dive(program, by_value, room, spare, solved)
+            found = _dive(part, by_value, room, spare, solved)
             if found is None:
                 break
             little = best is not None and program.objective(found) > (1 - _GAP) * program.objective(best)
@@ -267,7 +264,6 @@ def _dives(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[
             spare += max(_FURTHER * found[program.over], _LOWER * room)  # the next for a lower peak
         if best is not None and (not out_of_reach or best[program.over] <= MOST_OVER):
             break
-    program.upper = upper
     return best
 
 
@@ -278,13 +274,12 @@ def _dive(
 
     What is fixed stays `spare` MiB below the peak, if it can. What earlier dives have found is in `solved`.
     """
-    bounds = list(program.lower), list(program.upper)
     if (relaxed := _relaxed(program, spare + room, _ERROR_ROOM)) is None:
         return None
-    _fix_most(program, relaxed, by_value, room, spare)
-    fixed, whole = (*program.lower, *program.upper), sum(map(len, by_value))
-    found = solved[fixed] if fixed in solved else program.solved(whole)
-    program.lower, program.upper = bounds
+    part = replace(program, lower=[*program.lower], upper=[*program.upper])
+    _fix_most(part, relaxed, by_value, room, spare)
+    fixed, whole = (*part.lower, *part.upper), sum(map(len, by_value))
+    found = solved[fixed] if fixed in solved else part.solved(whole)
     if found is None:  # it takes long
         found = program.solved(whole)
     solved[fixed] = found
@@ -293,11 +288,10 @@ def _dive(
 
 def _improve(program: Program, best: Any, by_value: Sequence[Sequence[int]], left: Sequence[Sequence[int]]) -> Any:
     """A better solution than `best` that differs from it in the values `left` only; `best` if none is found."""
-    bounds = list(program.lower), list(program.upper)
+    part = replace(program, lower=[*program.lower], upper=[*program.upper])
     for c in {c for own in by_value for c in own} - {c for own in left for c in own}:
-        program.lower[c] = program.upper[c] = float(round(best[c]))
-    found = program.solved(sum(map(len, by_value)), _NODES_AGAIN)
-    program.lower, program.upper = bounds
+        part.lower[c] = part.upper[c] = float(round(best[c]))
+    found = part.solved(sum(map(len, by_value)), _NODES_AGAIN)
     return best if found is None or program.objective(found) > program.objective(best) else found
 
 
@@ -333,12 +327,11 @@ def _fix_most(program: Program, relaxed: Any, by_value: Sequence[Sequence[int]],
 
 def _relaxed(program: Program, room: float, error_room: float) -> Any:
     """The columns of the relaxed program that leaves `room` MiB free and takes a part of the errors; None if none."""
-    high = list(program.high)
-    program.lower[program.over] = -room
-    if program.errors is not None:
-        program.high[program.errors] *= error_room
-    found = program.solved(0)
-    program.lower[program.over], program.high = 0.0, high
+    part = replace(program, lower=[*program.lower], high=[*program.high])
+    part.lower[part.over] = -room
+    if part.errors is not None:
+        part.high[part.errors] *= error_room
+    found = part.solved(0)
     if found is not None:
         found[program.over] = max(0.0, found[program.over])
     return found
