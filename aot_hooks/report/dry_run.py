@@ -11,7 +11,7 @@ graphs raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -62,19 +62,6 @@ def plan(
     if over:
         warn_user(f"aot_hooks: {over}", BudgetWarning)
     return found
-
-
-def _over_together(budgets: Sequence[Budget | None], plan: Plan) -> str:
-    """What to say if graphs that were planned one by one, by these budgets, are over their budget in `plan`."""
-    budget = budgets[0] if len(budgets) > 1 and len(set(budgets)) == 1 else None
-    peak = None if budget is None else budget.peak_bytes
-    if peak is None or plan.peak_bytes <= peak:
-        return ""
-    return (
-        f"{budget!r}: expected a step under {mib(peak)}, but its {len(budgets)} graphs are planned one by one here, "
-        f"and take {mib(plan.peak_bytes)} together. In training a budget plans them as one step after the first "
-        "steps: look at aot_hooks.last_plans(compiled) then"
-    )
 
 
 def saved_tensors(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[SavedTensor, ...]:
@@ -134,8 +121,16 @@ def dry_run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **overrides:
             if table.keys() != before.keys() or any(table[name] is not value for name, value in before.items()):
                 table.clear()  # the values assigned meanwhile are fake
                 table.update(before)
-    joint = joined(plans)
-    return joint, _over_together(budgets, joint)
+    planned = joined(plans)
+    budget = budgets[0] if len(budgets) > 1 and len(set(budgets)) == 1 else None
+    peak = None if budget is None else budget.peak_bytes
+    if peak is None or planned.peak_bytes <= peak:
+        return planned, ""
+    return planned, (
+        f"{budget!r}: expected a step under {mib(peak)}, but its {len(budgets)} graphs are planned one by one here, "
+        f"and take {mib(planned.peak_bytes)} together. In training a budget plans them as one step after the first "
+        "steps: look at aot_hooks.last_plans(compiled) then"
+    )
 
 
 def check_keywords(caller: str, fn: Callable[..., Any], kwargs: dict[str, Any], own: Iterable[str]) -> None:
