@@ -8,8 +8,7 @@ until so few are open that they can be solved whole. While many are open, the re
 near a relaxed choice that uses up its limits there is no whole one. If the result is above the peak,
 values are fixed again for a lower one, without the options that cost much alone and that the relaxed program hardly
 uses. Then some values at a time are solved again beside the others, until all is under the peak or nothing helps, and
-further if the result is poor. In a very large program some equal layers at a time share their choices first. The same
-program gives the same choice: the search is bounded by counts.
+further if the result is poor. The same program gives the same choice: the search is bounded by counts.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ _NODES = 40
 _OPEN = 100  # integer columns of a large program that are solved whole at once
 _NODES_AGAIN = 1
 _AT_ONCE, _SURE = 8, 0.8  # values that are fixed at once if they are as near to whole as this
-_LARGE = 2000  # integer columns of a program that is solved with equal layers decided together
 _DIVES, _POOR = 6, 2  # at most; and of those that find nothing better
 _COSTLY = 0.2  # of what the relaxed program adds to the step
 _FURTHER, _LOWER = 1.05, 1.0  # times the last dive's excess, times the room: the next dive aims lower by the larger
@@ -76,16 +74,6 @@ class Program:
         self.low.append(low)
         self.high.append(high)
 
-    def merged(self, same: dict[int, int]) -> tuple[Program, list[int]]:
-        """The program with each column `c` of `same` merged into `same[c]`; and the new number of each column."""
-        small = replace(self, cost=[], lower=[], upper=[])
-        number = {c: small.column(self.lower[c], self.upper[c]) for c in range(len(self.cost)) if c not in same}
-        numbers = [number[same.get(c, c)] for c in range(len(self.cost))]
-        for c, cost in zip(numbers, self.cost, strict=True):
-            small.cost[c] += cost
-        small.columns, small.over = [numbers[c] for c in self.columns], numbers[self.over]
-        return small, numbers
-
     def each_over(self) -> tuple[Program, dict[int, int]]:
         """The program with an `over` column of its own for each row that has `over`; and the row of each new column."""
         apart = replace(self, cost=[*self.cost], lower=[*self.lower], upper=[*self.upper], columns=[])
@@ -126,13 +114,12 @@ class Program:
         ).x
 
 
-def integer_solution(program: Program, by_value: Sequence[Sequence[int]], room: float, same: dict[int, int]) -> Any:
+def integer_solution(program: Program, by_value: Sequence[Sequence[int]], room: float) -> Any:
     """A value for each column, with those of `by_value` whole. None if there are none.
 
     Args:
         by_value: for each value its columns, which must be whole; at most one of them is 1.
         room: MiB that the first relaxed program leaves free, 0 if the lowest peak is asked for.
-        same: columns that another one may stand for, see `Program.merged`.
     """
     whole = sum(map(len, by_value))
     best: Any = program.solved(whole) if whole <= _WHOLE else None
@@ -143,12 +130,7 @@ def integer_solution(program: Program, by_value: Sequence[Sequence[int]], room: 
         return best
     near = (1 + _NEAR) * program.objective(guide)
     least = room == 0  # asked for: no peak is out of reach
-    if same and (least or whole > _LARGE):
-        small, numbers = program.merged(same)
-        found = integer_solution(small, [[numbers[c] for c in own] for own in by_value if own[0] not in same], room, {})
-        best = None if found is None else [found[n] for n in numbers]
-    if best is None or whole <= _LARGE:
-        best = _dives(program, best, guide, by_value, room, near)
+    best = _dives(program, best, guide, by_value, room, near)
     out_of_reach = not least and guide[program.over] > MOST_OVER
     if best is None or program.objective(best) <= near or out_of_reach:
         return best

@@ -26,12 +26,10 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from .program import MOST_OVER, Program, integer_solution
 from .step import COMPUTED, KEPT, RECOMPUTE, Moment, Option, Step, Value
 
-_APART = 400  # integer columns of a program in which equal layers are decided together
 _ROOM = 0.02  # of the peak, left free in the relaxed program: no whole choice lies near one that uses it up
 _OVER = 0.01  # of the peak: being over it by as much costs as much as the whole step
 _MIB = float(1 << 20)
@@ -192,8 +190,7 @@ def solve(
     if under and ((relaxed := program.solved(0)) is None or relaxed[program.over] > MOST_OVER):
         return None
     decided = [own for own in columns.values() if own]
-    same = _equal_layers(step, columns, max(1, math.ceil(len(choices) / _APART)))
-    x = integer_solution(program, decided, _ROOM * allowed, same)
+    x = integer_solution(program, decided, _ROOM * allowed)
     if x is None:
         return None
     options = [KEPT] * len(step.values)
@@ -219,23 +216,6 @@ def solve(
     if held_at is not None:  # what waits to be sent at the end of the forward is gone before another call
         one = one._replace(held=round(held + _MIB * x[deltas[held_at]]))
     return Solution(tuple(options), found, one.peak(step.moments), step.ms_with(options), _error(step, options))
-
-
-def _equal_layers(step: Step, columns: dict[int, list[int]], count: int) -> dict[int, int]:
-    """For columns of equal layers: the column that stands for them, from the first layer of a group of `count`."""
-    segments: dict[int, list[int]] = defaultdict(list)
-    for v, value in enumerate(step.values):
-        segments[value.segment].append(v)
-    kinds: dict[Any, list[list[int]]] = defaultdict(list)
-    for own in segments.values():
-        values = [step.values[v] for v in own]
-        kinds[tuple((v.nbytes, v.saved, tuple(o.name for o in v.options)) for v in values)].append(own)
-    same: dict[int, int] = {}
-    for alike in kinds.values():
-        for first, *others in (alike[k : k + count] for k in range(0, len(alike), count)):
-            for v, u in ((v, u) for other in others for v, u in zip(other, first, strict=True)):
-                same |= zip(columns[v], columns[u], strict=True)
-    return same
 
 
 def _recompute_error_rows(

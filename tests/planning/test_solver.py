@@ -75,20 +75,6 @@ def test_it_finds_what_trying_every_choice_finds(seed):
     assert solve(step, peak=0.7 * step.peak_bytes) == solve(step, peak=0.7 * step.peak_bytes)
 
 
-def test_a_merged_program_has_the_choices_that_are_alike_in_both():
-    """The first column is like the third, so it has no number of its own yet when it is reached."""
-    program = Program()
-    for cost in (3.0, 1.0, 2.0):
-        program.column(0, 1, cost)
-    program.over = program.column(0, math.inf, 100.0)
-    program.row({0: 1.0, 1: 1.0, 2: 1.0, program.over: 1.0}, 2.0, math.inf)
-    small, numbers = program.merged({0: 2})
-    found = small.solved(2)[numbers]
-    assert numbers[0] == numbers[2] and found[0] == found[2] == 1 and found[1] == 0
-    assert small.objective(small.solved(2)) == pytest.approx(program.objective(found)) == 5.0
-    assert program.objective(program.solved(3)) == 3.0  # apart, the second and the third
-
-
 def test_without_need_everything_is_kept():
     step = random_step(3)
     assert solve(step, peak=step.peak_bytes).options == (KEPT,) * len(step.values)
