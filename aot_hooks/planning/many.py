@@ -24,7 +24,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from ..passes.trace import canonical
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value
 from .apart import Ways, averaged, tried_counts
-from .budget import Budget
+from .budget import Budget, mib
 from .measured import StepCheck, step_check
 from .moments import Event, between, latest, moments_of, shares, tight_peak
 from .recorded import RecordedStep, Version
@@ -49,7 +49,6 @@ _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8
 _MOST_BUSY, _WARNS_AGAIN = 8, 1.25  # steps in a row before a warning of busy threads; times what the last one said
 _HEADROOM = 1.25  # of sizes that have grown more than once: they may grow slowly
-_MIB = 1 << 20
 _NOT_KNOWN = Bytes(0, 0, 0)
 Products = Mapping[Any, int]  # of symbolic sizes, see sizes.py
 
@@ -175,7 +174,7 @@ class Graph:
                 self.codes.append(weakref.ref(code))
             kind = "planned" if found[0].in_step is not None else self.mode  # which another thread may have changed
             growth = 1 / self.share_of(sizes)
-            version = Version(self, kind, _total(map(own_bytes, found)).times(growth))
+            version = Version(self, kind, Bytes.total(map(own_bytes, found)).times(growth))
             if kind == "planned":
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
                 if tight_plans:
@@ -192,7 +191,7 @@ class Graph:
                         plans[i] = replace(plan, in_step=replace(plan.in_step, stock_bytes=stock))
                 self.group.check = step_check(self.group.budget, plans, tighter=self.group.over > 0)
             else:
-                self.stock = _total(bytes_of(plan.live_before) for plan in found).times(growth)
+                self.stock = Bytes.total(bytes_of(plan.live_before) for plan in found).times(growth)
             if listed is not None:
                 self.listed.append((listed, list(plans)))
             if kind == "least":
@@ -217,10 +216,6 @@ class Graph:
 
     def _codes(self) -> list[types.CodeType]:
         return [code for ref in self.codes if (code := ref()) is not None]
-
-
-def _total(parts: Iterable[Bytes]) -> Bytes:
-    return Bytes(*map(sum, zip(*parts, strict=True)))
 
 
 class _OfThread(threading.local):
@@ -297,11 +292,10 @@ class Group:
             self.warned_of_kept = True
             since = step.count - 1 - next(iter(step.holding))
             warn_user(
-                f"aot_hooks: {self.budget!r}: {len(step.holding)} compiled calls hold {step.held_bytes / _MIB:.1f} MiB "
-                f"of saved tensors, and {since} calls have run since the first of them. A step ends where nothing is "
-                "saved, so none could be planned or checked. Such calls are left out from now on, and what they hold "
-                "comes on top of the budget. Is the output of an evaluation kept? Compute it under torch.no_grad(), or "
-                "keep output.detach()",
+                f"aot_hooks: {self.budget!r}: {len(step.holding)} compiled calls hold {mib(step.held_bytes)} of saved "
+                f"tensors, and {since} calls have run since the first of them. A step ends where nothing is saved, so "
+                "none could be planned or checked. Such calls are left out from now on, and what they hold comes on "
+                "top of the budget. Is the output of an evaluation kept? Use torch.no_grad(), or keep a detached one",
                 BudgetWarning,
             )
         step.marks, step.holding = [], {}
@@ -343,8 +337,7 @@ class Group:
                 warn_user(
                     f"aot_hooks: {self.budget!r}: a backward with retain_graph=True keeps what compiled calls have "
                     "saved. A plan counts it as released: a second backward may take "
-                    f"{(held + working) / _MIB:.1f} MiB, and gradients. Sum the losses and run one backward, or lower "
-                    "the peak",
+                    f"{mib(held + working)}, and gradients. Sum the losses and run one backward, or lower the peak",
                     BudgetWarning,
                 )
 
@@ -443,9 +436,8 @@ class Group:
         self.warned_bytes = taken
         warn_user(
             f"aot_hooks: {self.budget!r}: a step with {step.most} compiled calls that hold saved tensors at the same "
-            f"time takes {taken / _MIB:.1f} MiB as predicted, {(taken - self.peak_bytes) / _MIB:.1f} MiB more than the "
-            f"budget. Its functions are not compiled again for it: {why}. Give steps the same number of calls, or "
-            "lower the peak by that much",
+            f"time takes {mib(taken)} as predicted, {mib(taken - self.peak_bytes)} more than the budget. Its functions "
+            f"are not compiled again: {why}. Give steps the same number of calls, or lower the peak by that much",
             BudgetWarning,
         )
 

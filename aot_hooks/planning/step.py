@@ -120,6 +120,10 @@ class Bytes(NamedTuple):
         """The bytes of a call whose graphs have these bytes alive at their positions."""
         return Bytes(max(forward, default=0), forward[-1] if forward else 0, max(backward, default=0))
 
+    @staticmethod
+    def total(parts: Iterable[Bytes]) -> Bytes:
+        return Bytes(*map(sum, zip(*parts, strict=True)))
+
     def times(self, growth: float) -> Bytes:
         """The bytes of a call with larger sizes."""
         return Bytes(*(math.ceil(growth * nbytes) for nbytes in self))

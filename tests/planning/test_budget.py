@@ -18,7 +18,7 @@ import aot_hooks
 from aot_hooks import budget
 from aot_hooks.errors import BudgetError, OptionError, unwrapped
 from aot_hooks.planning import within
-from aot_hooks.planning.budget import ALLOWED, bytes_of, fitted
+from aot_hooks.planning.budget import ALLOWED, bytes_of, fitted, mib
 
 KEEP_ALL = aot_hooks.policies.everything(aot_hooks.KEEP)
 
@@ -494,3 +494,8 @@ def test_what_is_not_known_to_repeat_is_kept(x):
     again = {d.saved.op for d in plan.decisions if d.hook.name == "recompute"}
     assert again and "aten.scatter_add.default" not in again
     assert any(d.saved.op == "aten.scatter_add.default" for d in plan.decisions)
+
+
+def test_sizes_are_printed_in_plain_numbers():
+    assert [mib(n << 20) for n in (1, 999, 1024, 24 << 10)] == ["1 MiB", "999 MiB", "1024.0 MiB", "24576.0 MiB"]
+    assert mib(1 << 10) == "0.0009766 MiB"

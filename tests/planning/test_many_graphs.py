@@ -277,7 +277,7 @@ def test_steps_that_change_again_and_again_are_a_warning_in_the_end(x, compiled_
         assert_equal(train(model, x), expected)
     said = [str(w.message) for w in seen if w.category is BudgetWarning]
     assert 1 <= len(said) <= 2, "a second one for a step that takes much more"
-    assert all("more than the budget. Its functions are not compiled again for it: they were" in text for text in said)
+    assert all("more than the budget. Its functions are not compiled again: they were" in text for text in said)
     assert len(compiled_kinds) <= 1 + many._MOST_COMPILED
 
 
