@@ -23,7 +23,8 @@ from ..planning.budget import Budget
 _MIB = 1 << 20
 
 COMPILED_ONCE = (
-    ". Accelerate compiles a model for the first Trainer or Accelerator only: call model.compile() before a second one"
+    ". Accelerate compiles a model for the first Trainer or Accelerator only: call model.compile() before a second "
+    "one, or before train() with auto_find_batch_size"
 )
 
 
@@ -129,5 +130,6 @@ class Training:
 
 def _text_of(reason: str) -> str:
     """A reason without numbers and the names of single tensors and operators, as a part of a metric's name."""
+    reason = re.sub(r"(\S+) would free .*", r"rather than \1", reason)
     words = [word.strip(",;:()") for word in reason.partition(" (")[0].split()]
     return "_".join(word for word in words if word.isalnum() and not word.isdigit())

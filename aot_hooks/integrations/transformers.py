@@ -25,12 +25,16 @@ _TRAIN = "_train_without_aot_hooks"
 
 def _train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """`trainer.train()`, and the end of the hooks of its callbacks."""
+    callbacks = [*trainer.callback_handler.callbacks]  # one may be removed meanwhile
     try:
         return getattr(trainer, _TRAIN)(*args, **kwargs)
     finally:
-        for callback in trainer.callback_handler.callbacks:
+        for callback in (*callbacks, *trainer.callback_handler.callbacks):
             if isinstance(callback, AotHooksCallback):
                 callback.training.stop()
+
+
+_train.__name__ = "train"  # a trainer is pickled with the name of its method
 
 
 class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # no types where it is not installed

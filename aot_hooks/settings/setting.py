@@ -139,8 +139,11 @@ def looks_at_modules(rule: Hook | Policy) -> bool:
 
 def check_rule(rule: Any, expected: str) -> None:
     """Raises `OptionError` unless `rule` is a hook or a policy."""
-    is_none = isinstance(rule, str | int | torch.nn.Module)  # a module can be called, but not with a saved tensor
-    hint = uncalled_factory(rule) or ("; write aot_hooks.float8() or the like" if is_none else "")
+    hint = uncalled_factory(rule)
+    if isinstance(rule, str | int):
+        hint = f"; for a budget write aot_hooks.budget({rule!r}), for a hook aot_hooks.float8() or the like"
+    elif isinstance(rule, torch.nn.Module):  # can be called, but not with a saved tensor
+        hint = "; write aot_hooks.float8() or the like"
     if hint or not (isinstance(rule, Hook) or callable(rule)):
         raise OptionError(f"{expected}, got {rule!r}{hint}")
 

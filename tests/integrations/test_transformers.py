@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch._dynamo.utils import counters
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from accelerate.state import GradientState  # noqa: E402
 from trained import ATEN, TEXT, gpt2, llama, losses_of  # noqa: E402
 
 import aot_hooks  # noqa: E402
@@ -269,6 +271,8 @@ def test_a_training_that_raises_leaves_nothing_once_it_trains_again_or_is_droppe
 def test_wrong_arguments_are_refused_at_once() -> None:
     with pytest.raises(errors.OptionError, match="got 3"):
         AotHooksCallback(3)
+    with pytest.raises(errors.OptionError, match=r"got '24GiB'; for a budget write aot_hooks.budget\('24GiB'\)"):
+        AotHooksCallback("24GiB")
     with pytest.raises(errors.OptionError, match="unknown option"):
         AotHooksCallback(float8(), options={"iner": "aten"})
     with pytest.raises(errors.OptionError, match="pass policy="):
@@ -306,6 +310,26 @@ def test_a_copied_trainer_trains_its_own_model(tmp_path: Path) -> None:
     assert all(map(torch.equal, weights[0], trainer.model.parameters()))
     assert not all(map(torch.equal, weights[1], other.model.parameters()))
     assert other.state.log_history[0]["aot_hooks/packed_mib"] > 0 and not trainer.state.log_history
+
+
+def test_a_pickled_trainer_trains(tmp_path: Path) -> None:
+    GradientState._reset_state()  # holds the data of earlier trainings, weakly
+    other = pickle.loads(pickle.dumps(trainer_of(tmp_path, policy=float8(), max_steps=2)))
+    other.train()
+    assert other.state.log_history[0]["aot_hooks/packed_mib"] > 0
+
+
+def test_a_callback_that_is_removed_while_it_trains_ends_with_it(tmp_path: Path) -> None:
+    class Removes(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainer.remove_callback(AotHooksCallback)
+
+    before = eval_frame._callback_from_stance
+    callback = AotHooksCallback(float8(), options=ATEN)
+    trainer = trainer_of(tmp_path, callback=callback, callbacks=[Removes()], max_steps=3)
+    trainer.train()
+    assert callback not in trainer.callback_handler.callbacks
+    assert eval_frame._callback_from_stance is before
 
 
 @pytest.mark.filterwarnings("error::aot_hooks.errors.UnusedWarning")
