@@ -140,9 +140,9 @@ def looks_at_modules(rule: Hook | Policy) -> bool:
 def check_rule(rule: Any, expected: str) -> None:
     """Raises `OptionError` unless `rule` is a hook or a policy."""
     hint = uncalled_factory(rule)
-    if isinstance(rule, str | int):
-        hint = f"; for a budget write aot_hooks.budget({rule!r}), for a hook aot_hooks.float8() or the like"
-    elif isinstance(rule, torch.nn.Module):  # can be called, but not with a saved tensor
+    if isinstance(rule, int) or (isinstance(rule, str) and (rule[:1].isdigit() or rule == "fit")):
+        hint = f"; write aot_hooks.budget({rule!r})"
+    elif isinstance(rule, str | torch.nn.Module):  # a module can be called, but not with a saved tensor
         hint = "; write aot_hooks.float8() or the like"
     if hint or not (isinstance(rule, Hook) or callable(rule)):
         raise OptionError(f"{expected}, got {rule!r}{hint}")

@@ -131,9 +131,12 @@ def test_a_policy_where_hooks_are_expected(policy: Any) -> None:
         pytest.fail("entered")
 
 
-@pytest.mark.parametrize("name", ["float8", "24GiB"])
-def test_a_policy_by_name(name: str) -> None:
-    with raises(OptionError, repr(name), "write aot_hooks.float8()"):
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("float8", "write aot_hooks.float8()"), ("24GiB", "write aot_hooks.budget('24GiB')"), (24, "budget(24)")],
+)
+def test_a_policy_by_name(name: Any, instead: str) -> None:
+    with raises(OptionError, repr(name), instead):
         aot_hooks.enable(name)
 
 

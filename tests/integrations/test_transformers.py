@@ -271,7 +271,7 @@ def test_a_training_that_raises_leaves_nothing_once_it_trains_again_or_is_droppe
 def test_wrong_arguments_are_refused_at_once() -> None:
     with pytest.raises(errors.OptionError, match="got 3"):
         AotHooksCallback(3)
-    with pytest.raises(errors.OptionError, match=r"got '24GiB'; for a budget write aot_hooks.budget\('24GiB'\)"):
+    with pytest.raises(errors.OptionError, match=r"got '24GiB'; write aot_hooks.budget\('24GiB'\)"):
         AotHooksCallback("24GiB")
     with pytest.raises(errors.OptionError, match="unknown option"):
         AotHooksCallback(float8(), options={"iner": "aten"})
