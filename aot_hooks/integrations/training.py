@@ -130,6 +130,6 @@ class Training:
 
 def _text_of(reason: str) -> str:
     """A reason without numbers and the names of single tensors and operators, as a part of a metric's name."""
-    reason = re.sub(r"(\S+) would free .*", r"rather than \1", reason)
+    reason = re.sub(r"(\S+) would free .*", lambda m: "rather than " + re.sub(r"\W+", " ", m[1]), reason)
     words = [word.strip(",;:()") for word in reason.partition(" (")[0].split()]
     return "_".join(word for word in words if word.isalnum() and not word.isdigit())

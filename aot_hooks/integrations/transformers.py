@@ -11,8 +11,8 @@ the hooks enabled.
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -20,21 +20,22 @@ from transformers import Trainer, TrainerCallback
 from ..errors import OptionError
 from .training import COMPILED_ONCE, Training
 
-_TRAIN = "_train_without_aot_hooks"
 
+@dataclass(eq=False)
+class _Train:
+    """`trainer.train()`, and the end of the hooks of its callbacks. A trainer is copied and pickled with its own."""
 
-def _train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """`trainer.train()`, and the end of the hooks of its callbacks."""
-    callbacks = [*trainer.callback_handler.callbacks]  # one may be removed meanwhile
-    try:
-        return getattr(trainer, _TRAIN)(*args, **kwargs)
-    finally:
-        for callback in (*callbacks, *trainer.callback_handler.callbacks):
-            if isinstance(callback, AotHooksCallback):
-                callback.training.stop()
+    trainer: Any
+    own: Any  # the trainer's own method
 
-
-_train.__name__ = "train"  # a trainer is pickled with the name of its method
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        callbacks = [*self.trainer.callback_handler.callbacks]  # one may be removed meanwhile
+        try:
+            return self.own(*args, **kwargs)
+        finally:
+            for callback in (*callbacks, *self.trainer.callback_handler.callbacks):
+                if isinstance(callback, AotHooksCallback):
+                    callback.training.stop()
 
 
 class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # no types where it is not installed
@@ -60,9 +61,8 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
             raise OptionError(f"AotHooksCallback.add_to: expected a Trainer of transformers, got {trainer!r}")
         handler = trainer.callback_handler
         handler.callbacks = [self, *(each for each in handler.callbacks if each is not self)]
-        if not hasattr(trainer, _TRAIN):
-            setattr(trainer, _TRAIN, trainer.train)
-            trainer.train = types.MethodType(_train, trainer)  # a copy of the trainer gets a method of its own
+        if not isinstance(trainer.train, _Train):
+            trainer.train = _Train(trainer, trainer.train)
         return self
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -22,6 +22,7 @@ from trained import ATEN, TEXT, gpt2, llama, losses_of  # noqa: E402
 
 import aot_hooks  # noqa: E402
 from aot_hooks import budget, errors, float8, lossless, offload  # noqa: E402
+from aot_hooks.integrations.training import _text_of  # noqa: E402
 from aot_hooks.integrations.transformers import AotHooksCallback  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("stock_is_aten")
@@ -185,6 +186,12 @@ def test_trackers_see_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [event.value for event in events.Scalars("train/aot_hooks/budget_mib")][-1] == 1024
 
 
+@pytest.mark.parametrize("means", ["recompute", "offload(then=float8())"])
+def test_metrics_name_what_was_not_taken(means: str) -> None:
+    name = _text_of(f"budget: kept; {means} would free 0.3 MiB for 0.20 ms")
+    assert name == "budget_kept_rather_than_" + "_".join(re.findall(r"\w+", means))
+
+
 def test_added_behind_the_trackers_it_logs_to_the_history(tmp_path: Path) -> None:
     callback = AotHooksCallback(float8(), options=ATEN)
     trainer = trainer_of(tmp_path, max_steps=2)
@@ -312,10 +319,13 @@ def test_a_copied_trainer_trains_its_own_model(tmp_path: Path) -> None:
     assert other.state.log_history[0]["aot_hooks/packed_mib"] > 0 and not trainer.state.log_history
 
 
-def test_a_pickled_trainer_trains(tmp_path: Path) -> None:
+def test_a_pickled_trainer_trains_and_ends_its_hooks(tmp_path: Path) -> None:
     GradientState._reset_state()  # holds the data of earlier trainings, weakly
-    other = pickle.loads(pickle.dumps(trainer_of(tmp_path, policy=float8(), max_steps=2)))
-    other.train()
+    before = eval_frame._callback_from_stance
+    other = pickle.loads(pickle.dumps(trainer_of(tmp_path, policy=float8(), callbacks=[Fails()])))
+    with pytest.raises(RuntimeError, match="once"):
+        other.train()
+    assert eval_frame._callback_from_stance is before
     assert other.state.log_history[0]["aot_hooks/packed_mib"] > 0
 
 
