@@ -166,7 +166,7 @@ class Enabled:
             "A compiled function was called, but Dynamo ran none of its graphs. It compiles a function once for each "
             "policy, at most torch._dynamo.config.recompile_limit times: call torch._dynamo.reset(), or raise the "
             "limit. Before torch 2.15 nn.Sequential(...).compile() compiles nothing; torch.compile(module) does, but "
-            "not under FSDP2's fully_shard: compile its layers there, or a class of your own"
+            "not under FSDP2's fully_shard: there put the layers into a class of your own"
         )
 
     def __call__(self, *_: Any, **__: Any) -> Any:

@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch._dynamo.eval_frame as eval_frame
 from raising import raises
+from ranks import group_of_one
 from steps import ATEN
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import aot_hooks
 import aot_hooks.enabled as enabled_module
@@ -146,3 +149,26 @@ def test_it_is_no_decorator_and_says_so() -> None:
         warnings.simplefilter("error")
         aot_hooks.disable()  # nothing is left
     compiled.eval()
+
+
+class Own(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_sequential_under_fully_shard_is_not_compiled(owned: bool, stock_is_aten: None) -> None:
+    model, x = Own(net()) if owned else net(), torch.randn(8, 32)
+    with group_of_one():
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with warnings.catch_warnings(record=True) as caught, enable(int8(), options=ATEN) as hooks:
+            warnings.simplefilter("always")
+            torch.compile(model)(x).sum().backward()
+            count = hooks.run_count
+    said = [text for w in caught if "had no effect" in (text := str(w.message))]
+    assert (count > 0) == owned and len(said) == (not owned)
+    assert all("not under FSDP2's fully_shard: there put the layers into a class of your own" in text for text in said)
