@@ -17,7 +17,7 @@ from torch.fx import Node
 from ..errors import OptionError
 from ..graphs.backward_reads import FoundRead
 from ..graphs.layout import in_memory_order, is_contiguous
-from ..graphs.nodes import PACKED, REGION, SNAPSHOT, annotation, producer, region_output
+from ..graphs.nodes import PACKED, REGION, SNAPSHOT, annotation, producer, region_output, view_source
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..library.lossless import compare_hook
@@ -280,7 +280,21 @@ def _why_unpackable(value: SavedValue, readers: Sequence[Node]) -> str:
         return "packed in a nested compiled region"
     if node.meta.get(SNAPSHOT):
         return "an input of the graph, as it was before the graph writes to it"
+    if _read_beside(value):
+        return "the backward reads the memory beside it, by as_strided"
     return ""
+
+
+def _read_beside(value: SavedValue) -> bool:
+    """Whether `as_strided` may reach memory of the value's storage that is not the value's: unpacking brings none."""
+    x = value.value
+    whole = same_size(x.untyped_storage().nbytes(), x.numel() * x.element_size())
+    if whole and is_contiguous(in_memory_order(x, keep_rows=False)[0]):
+        return False
+    views = [value.bw_node]
+    for node in views:  # grows
+        views += [user for user in node.users if view_source(user) is node]
+    return any(str(user.target).startswith("aten.as_strided") for node in views for user in node.users)
 
 
 def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str, bool]:
