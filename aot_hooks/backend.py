@@ -219,9 +219,11 @@ def _compile_graph(
             hooks = dataclasses.replace(hooks, setting=Setting(rule, setting.scope))
     capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
     listed = records.recording_graphs()
+    again = aot.recomputing_pointwise(options.recompute_pointwise and not isinstance(rule, Budget))
     if not hooks.settings and listed is None:
         compilation = cudagraphs.compilation(capture) if capture is not None else None
-        return _with_eager_hooks(_compile(gm, inputs, options, patches, None, lambda: None, compilation))
+        with again:
+            return _with_eager_hooks(_compile(gm, inputs, options, patches, None, lambda: None, compilation))
 
     paths, live = roots(), listed is not None
     at_run_time = capture is None and not inductor.copies_are_static(patches)
@@ -242,23 +244,21 @@ def _compile_graph(
             return _compile(gm, inputs, options, patches, partition, before_each_graph, compilation)
 
         if why := _why_not_stored(options, compilation, reported=live):
-            compiled: _Compiled = bypassed(why, compile_graph)
-            return compiled
+            return bypassed(why, compile_graph)
         in_key: dict[str, Any] = {"mode": mode, "inductor": patches, "inner": options.inner}
         if isinstance(rule, Budget):  # a plan is for the sizes that it was made at
             in_key["sizes"] = [*sizes.hints().values()]
         if compilation is not None:
             in_key["cudagraphs"] = compilation.key(gm)
         # fmt: off
-        compiled = through_cache(
+        return through_cache(
             gm, inputs, hooks.setting, hooks.regions, options=in_key, roots=paths, plans=graph.plans,
             compile_graph=compile_graph, refused=lambda: compilation.refused if compilation is not None else "",
         )
         # fmt: on
-        return compiled
 
     graph, tight_graph = records.Graph(), records.Graph()
-    with autograd.covered_hooks(), recording() as seen:
+    with again, autograd.covered_hooks(), recording() as seen:
         twin = aot.twin(gm) if isinstance(rule, Budget) and rule.apart is not None else None
         compiled, tight_run = compiled_with(gm, hooks, graph), None
         if twin is not None and in_steps is not None and setting is not None:
@@ -478,12 +478,13 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     at_run_time = not options.cudagraphs and not inductor.copies_are_static(options.inductor or {})
     hooks = _in_force(gm, inputs, options, None)
     partition = planning_partition(hooks, options.inner, plans, roots(), [], live=True, at_run_time=at_run_time)
-    with autograd.covered_hooks(), without_autograd_cache():
+    rule = None if hooks.setting is None else hooks.setting.rule
+    again = aot.recomputing_pointwise(options.recompute_pointwise and not isinstance(rule, Budget))
+    with again, autograd.covered_hooks(), without_autograd_cache():
         if options.inner == "aten":
             aot.compile_graph(gm, inputs, partition)
         else:
             inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, dict(options.inductor or {})))
-    rule = None if hooks.setting is None else hooks.setting.rule
     return plans, rule if isinstance(rule, Budget) else None
 
 

@@ -21,6 +21,7 @@ class Options:
     policy: Any = None  # a policy or `Hook` for saved tensors that no context covers
     scope: str = "donated"  # of `policy`
     inductor: Mapping[str, Any] | None = None  # config patches
+    recompute_pointwise: bool = False  # also what a product of the backward reads, see docs/hooks.md
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:
@@ -39,6 +40,10 @@ class Options:
             raise OptionError(
                 "options['cudagraphs'] must be True or False, or a dict of cudagraph's options, "
                 f"got {parsed.cudagraphs!r}"
+            )
+        if not isinstance(parsed.recompute_pointwise, bool):
+            raise OptionError(
+                f"options['recompute_pointwise'] must be True or False, got {parsed.recompute_pointwise!r}"
             )
         cudagraphs.capture_options(parsed.inner, parsed.cudagraphs)
         if parsed.policy is not None:

@@ -80,7 +80,7 @@ def _warn_once(about: str, message: str) -> None:
         warnings.warn(message, CacheWarning, stacklevel=2)
 
 
-def bypassed(why: str, compile_graph: Callable[[], Any]) -> Any:
+def bypassed(why: str, compile_graph: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     """`compile_graph()` without torch's cache of AOTAutograd's results."""
     _count("bypass", why)
     with aot_cache.without_autograd_cache():
@@ -98,7 +98,7 @@ def through_cache(
     plans: list[Plan],
     compile_graph: Callable[..., Any],
     refused: Callable[[], str] = lambda: "",
-) -> Any:
+) -> Callable[..., Any]:
     """`compile_graph(compiling)`, from torch's cache if it has the entry; `plans` then come from the entry.
 
     Args:
@@ -126,7 +126,7 @@ def through_cache(
         lookup = _Lookup(key, plans, lambda: [place_of(node, roots) for node in nodes], collect)
         aot_cache.start_hashing()
         with aot_cache.extended(lookup):
-            compiled = compile_graph(lookup.compiling)
+            compiled: Callable[..., Any] = compile_graph(lookup.compiling)
     lookup.bypass = lookup.bypass or refused()
     if not lookup.compiled:
         plans.extend(lookup.stored_plans)

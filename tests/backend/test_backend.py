@@ -129,7 +129,8 @@ def test_without_hooks_there_are_no_plans() -> None:
     [
         (
             {"innner": "aten"},
-            "unknown option 'innner'; did you mean 'inner'? valid options: inner, cudagraphs, policy, scope, inductor",
+            "unknown option 'innner'; did you mean 'inner'? valid options: inner, cudagraphs, policy, scope, inductor, "
+            "recompute_pointwise",
         ),
         ({"inner": "eager"}, "'inductor' or 'aten', got 'eager'"),
         ({"scope": "everything"}, "'donated', 'no_static', 'all', got 'everything'"),
