@@ -51,6 +51,20 @@ def tensor_on(storage: torch.UntypedStorage, layout: Layout) -> torch.Tensor:
         return torch_cuda.negated(x) if layout.negative else x
 
 
+def sharing_versions(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A tensor on the memory of `x` that has no history. It counts writes with `x`, as a view does.
+
+    So a backward that needs one of them raises if the program has written to the other. Not with another dtype or
+    another conjugate or negative bit.
+    """
+    if layout[3:] != layout_of(x)[3:]:
+        return tensor_on(x.untyped_storage(), layout)
+    with torch.no_grad():
+        if layout != layout_of(x):
+            x = x.as_strided(layout.size, layout.stride, layout.offset)
+        return x.detach()
+
+
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """All of `storage`, as bytes."""
     return tensor_on(storage, Layout((storage.nbytes(),), (1,), 0, torch.uint8))

@@ -19,7 +19,7 @@ from .. import counters
 from ..torch_private import cuda as torch_cuda
 from .driver import CaptureDriver
 from .function import Function
-from .liveness import Layout, Slot, Watch, bytes_of, copy_preserving_layout, layout_of, tensor_on
+from .liveness import Layout, Slot, Watch, bytes_of, copy_preserving_layout, layout_of, sharing_versions, tensor_on
 
 Edge = Callable[[list[Any]], "list[Any] | None"]
 EdgeKey = tuple[Any, ...]  # the function, then its inputs that are no tensors
@@ -53,6 +53,7 @@ class Template(NamedTuple):
     layout: Layout
     slot: Slot | None  # its memory in the pool or on the host
     storage: torch.UntypedStorage | None  # if there is no slot: other memory, such as a constant's, or a meta tensor's
+    base: int | None = None  # an earlier output in the same memory: autograd sees a write to one of them in both
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -215,7 +216,10 @@ class Recording(Node):
         layout = self.outputs
         made = layout.skeleton.copy()
         copies: dict[Slot, torch.UntypedStorage] = {}
-        for (position, _, slot, _), tensor in zip(layout.templates, self.templates, strict=True):
+        for (position, where, slot, _, base), tensor in zip(layout.templates, self.templates, strict=True):
+            if base is not None:
+                made[position] = sharing_versions(made[base], where)
+                continue
             if slot is None or not slot.given_as_copies:
                 made[position] = tensor.data
                 continue
@@ -234,7 +238,7 @@ class Recording(Node):
     def choose_output_path(self) -> None:
         """Find out whether the outputs are aliases of the templates, in order: then a replay takes the short way."""
         gives_copies = any(slot.given_as_copies for slot in self.slots)
-        positions = [template.position for template in self.outputs.templates]
+        positions = [template.position for template in self.outputs.templates if template.base is None]
         self.is_plain = positions == list(range(len(self.outputs.skeleton))) and not gives_copies
 
     def close(self) -> None:
@@ -260,7 +264,7 @@ def _alias(source: torch.Tensor, distance: int, layout: Layout) -> torch.Tensor:
         source = copy_preserving_layout(source)
     storage = source.untyped_storage()
     offset = (source.data_ptr() + distance - storage.data_ptr()) // layout.dtype.itemsize
-    return tensor_on(storage, layout._replace(offset=offset))
+    return sharing_versions(source, layout._replace(offset=offset))
 
 
 @dataclass(eq=False)

@@ -283,7 +283,8 @@ def _outputs(
     for k, x in templated.items():
         storage = x.untyped_storage()
         slot = slots.get(torch_cuda.identity(storage))
-        templates.append(Template(k, layout_of(x), slot, storage if slot is None else None))
+        base = next((i for i, other in templated.items() if i < k and _overlap(x, other)), None)
+        templates.append(Template(k, layout_of(x), slot, storage if slot is None else None, base))
     saved = piece.saved_outputs
     if saved is not None:  # an output that is returned twice has its template at the first position only
         saved = (*saved, *(first for k, first in repeats if k in saved))
@@ -297,6 +298,19 @@ def _outputs(
         saved=list(dict.fromkeys(may_be_saved)),
         live=tuple(dict.fromkeys(slots.values())),
     )
+
+
+def _overlap(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage reach into the same bytes."""
+    if torch_cuda.identity(x.untyped_storage()) != torch_cuda.identity(other.untyped_storage()):
+        return False
+    (first, end), (other_first, other_end) = map(_bytes_reached, (x, other))
+    return first < other_end and other_first < end
+
+
+def _bytes_reached(x: torch.Tensor) -> tuple[int, int]:
+    reached = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return x.data_ptr(), x.data_ptr() + reached * x.element_size()
 
 
 def _connect(recording: Recording, plan: CapturePlan) -> None:

@@ -155,3 +155,36 @@ def test_written_to_while_something_else_is_held():
                 torch.testing.assert_close(driver.read(state), expected)
     stats = cudagraph.stats()
     assert stats["recordings"] <= 4 and stats["replays"] >= 50 and stats["skips"] == 0, stats
+
+
+def _tanh(x, w):
+    return (x @ w).tanh()
+
+
+def _tanh_and_product(x, w):
+    h = (x @ w).tanh()
+    return h, h * w
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("program", [_tanh, _tanh_and_product])
+@pytest.mark.parametrize("under_no_grad", [False, True])
+def test_a_write_to_an_output_that_a_backward_needs_raises_in_replays_too(place, program, under_no_grad):
+    compiled = torch.compile(program, backend=place.backend())
+    w = torch.randn(4, 4, device=place.device, requires_grad=True)
+
+    def gradient(run, x, write):
+        outputs = run(x, w)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        loss = sum(y.sum() for y in outputs)
+        if write:
+            with torch.set_grad_enabled(not under_no_grad):
+                outputs[0].mul_(2)
+        return torch.autograd.grad(loss, w)[0]
+
+    for _ in range(4):
+        x = torch.randn(4, 4, device=place.device)
+        torch.testing.assert_close(gradient(compiled, x, False), gradient(program, x, False))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradient(compiled, x, True)
+    assert cudagraph.stats()["replays"] > 0
