@@ -53,8 +53,10 @@ HOOKS = {
     "offload(then=float8) one graph": aot_hooks.offload(then=aot_hooks.float8()),
 }
 CAPTURED = {"cudagraphs": "no hooks", "float8 cudagraphs": "float8"}  # the same rows, with `options["cudagraphs"]`
-AGAIN = " again"  # end of the names of rows whose partitioner computes again what it may, as in bench_trainers.py
-HOOKS |= {name + AGAIN: HOOKS[name] for name in ("no hooks", "float8", "offload(then=float8)")}
+AGAIN = " again"  # end of the names of rows with options["recompute_pointwise"]
+HOOKS |= {
+    name + AGAIN: HOOKS[name] for name in ("no hooks", "float8", "offload(then=float8)", "offload(then=float8) all")
+}
 BUDGETS = {  # a share of a row's peak
     "budget": ("stock", 0.5),
     "tight budget": ("stock", 0.25),
@@ -74,6 +76,7 @@ def prepared(row: str, said: argparse.Namespace, stack: Stack, mesh: DeviceMesh,
         nbytes = int(budget_gib * GIB) + ("alike" in row)  # a byte more, so that no stored plan is taken
         policy = aot_hooks.budget(nbytes) if row in BUDGETS else HOOKS[CAPTURED.get(row, row)]
         options = {"inner": inner, "policy": policy, "cudagraphs": row in CAPTURED}
+        options["recompute_pointwise"] = row.endswith(AGAIN)
         if parallel == "ddp":  # what crosses from bucket to bucket is an input and an output, and nobody else's
             options["scope"] = "no_static"
         how = {"backend": "aot_hooks", "options": options}
@@ -211,8 +214,7 @@ def main() -> None:
     peaks: dict[str, float] = {}
     for row in said.rows.split(","):
         try:
-            with torch._functorch.config.patch(ban_recompute_materialized_backward=not row.endswith(AGAIN)):
-                found = measured(row, said, mesh, device, peaks)
+            found = measured(row, said, mesh, device, peaks)
             peaks[row] = found["peak_gib"]
         except (RuntimeError, ValueError) as error:  # out of memory, or a way that can't be: the other rows go on
             found = {"row": row, "error": f"{type(error).__name__}: {str(error)[:300]}"}

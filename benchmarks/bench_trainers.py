@@ -6,8 +6,7 @@
     Trainer    stock            TrainingArguments(torch_compile=True)
                checkpointing    the same with gradient_checkpointing
                float8, offload_float8, budget        stock and AotHooksCallback
-               offload_float8_again    offload_float8, where torch's partitioner does not save what is computed element
-                                by element for a product of the backward, but computes it again from what is packed
+               offload_float8_again    offload_float8 with options={"recompute_pointwise": True}
                offload_float8_timed    the same, planned by the times of the first steps (across_graphs=True)
     SFTTrainer sft, sft_checkpointing, sft_offloading (TRL's activation_offloading), sft_offload_float8,
                sft_offload_float8_again, sft_offload_float8_timed
@@ -55,7 +54,7 @@ ROWS = (
     "sft_offload_float8", "float8_training", "float8_training_packed", "budget", "float8", "float8_again",
 )  # fmt: skip
 ON_CUDA = ("budget", "sft_offloading")  # under a measured peak; TRL's own offloading
-AGAIN = ("_again", "_timed")  # ends of the names of rows whose partitioner computes again what it may
+AGAIN = ("_again", "_timed")  # ends of the names of rows with options["recompute_pointwise"]
 NEEDS = {"sft": ("trl", "datasets"), "float8_training": ("torchao",)}  # by the beginning of a row's name
 
 
@@ -212,13 +211,11 @@ def measure(
         trainer = make_trainer(name, setting, data, out)
         callback = None
         if policy is not None:
-            callback = AotHooksCallback(policy, options={"inner": setting.inner}).add_to(trainer)
+            options = {"inner": setting.inner, "recompute_pointwise": name.endswith(AGAIN)}
+            callback = AotHooksCallback(policy, options=options).add_to(trainer)
         trainer.add_callback(watch)
-        # a setting of torch's; when a product reads the result, the partitioner else saves it
-        again = torch._functorch.config.patch(ban_recompute_materialized_backward=not name.endswith(AGAIN))
         trainer.remove_callback(transformers.PrinterCallback)  # the losses are in the log's history
-        with again:
-            trainer.train()
+        trainer.train()
     metrics = {} if callback is None else callback.training.metrics()
     timed = watch.step_ms[warmup:]
     step_ms = statistics.median(timed)
