@@ -215,7 +215,7 @@ def test_what_is_refused_in_a_capture_leaves_no_trace(failing, why):
 
 
 def mine(world):
-    (found,) = [t for trees in dispatch.every_thread for t in trees.values() if t.driver == world.driver]
+    (found,) = [t for t in dispatch.local.trees.values() if t.driver == world.driver]
     return found
 
 

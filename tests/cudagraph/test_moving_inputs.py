@@ -391,7 +391,7 @@ def test_recordings_from_before_the_copies_are_closed(world):
         dispatch.mark_step_begin()
         gather()
         f(world.randn(3, 4), w)
-    (mine,) = [t for trees in dispatch.every_thread for t in trees.values() if t.driver is world.driver]
+    (mine,) = [t for t in dispatch.local.trees.values() if t.driver is world.driver]
     assert dispatch.stats()["recordings"] == 3 and len(list(mine.root.recordings())) == 1
 
 
@@ -401,7 +401,7 @@ def test_parameters_are_forgotten_with_the_program(world):
     for _ in range(3):
         dispatch.mark_step_begin()
         f(world.randn(3, 4), w)
-    (mine,) = [t for trees in dispatch.every_thread for t in trees.values() if t.driver is world.driver]
+    (mine,) = [t for t in dispatch.local.trees.values() if t.driver is world.driver]
     known = next(iter(mine.states.values())).moves
     assert len(known.seen) == 1
     del w

@@ -56,7 +56,7 @@ def test_sizes_of_what_is_refused(world, caplog, why):
             x = world.randn(n) + 3
             expected = fns[why](x.clone(), n)[0]
             same(world, f(x, n), [expected])
-    (mine,) = [t for trees in dispatch.every_thread for t in trees.values() if t.driver is world.driver]
+    (mine,) = [t for t in dispatch.local.trees.values() if t.driver is world.driver]
     nodes = [mine.root, *mine.root.recordings()]
     assert sum(len(node.refusals) for node in nodes) <= 5 and sum(len(node.edges) for node in nodes) <= 5
     assert 1 <= len([r for r in caplog.records if "the refused" in r.getMessage()]) <= 2  # and the limit
@@ -169,7 +169,7 @@ def test_an_error_in_every_capture_is_told_once(world, caplog):
 def test_an_error_in_a_replay_is_raised_at_once(world):
     f = world.function(lambda x: [x.sin()])
     steps(world, f, lambda x: [x.sin()], lambda: (world.randn(4),))
-    (mine,) = [t for trees in dispatch.every_thread for t in trees.values() if t.driver is world.driver]
+    (mine,) = [t for t in dispatch.local.trees.values() if t.driver is world.driver]
     (node,) = mine.root.recordings()
     launch, calls = node.launch, []
 
