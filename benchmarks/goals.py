@@ -387,6 +387,13 @@ GOALS = (
         "torchao's float8 training, packed: step over torchao's", "trainers_torchao.h200",
         of_row("float8_training_packed", "median_ms", "float8_training"), 1.02,
     ),
+    Goal(
+        "torchao's float8 training, packed: bytes over those saved", "trainers_torchao.h200",
+        lambda result: (
+            (packed := named(result["rows"])["float8_training_packed"]["metrics"])["aot_hooks/packed_mib"]
+            / packed["aot_hooks/saved_mib"]
+        ), 0.55,
+    ),
 )  # fmt: skip
 
 
