@@ -54,14 +54,19 @@ def tensor_on(storage: torch.UntypedStorage, layout: Layout) -> torch.Tensor:
 def sharing_versions(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A tensor on the memory of `x` that has no history. It counts writes with `x`, as a view does.
 
-    So a backward that needs one of them raises if the program has written to the other. Not with another dtype or
-    another conjugate or negative bit.
+    So a backward that needs one of them raises if the program has written to the other.
     """
-    if layout[3:] != layout_of(x)[3:]:
-        return tensor_on(x.untyped_storage(), layout)
     with torch.no_grad():
         if layout != layout_of(x):
+            x = x.conj() if x.is_conj() else x
+            x = torch_cuda.negated(x) if x.is_neg() else x
+            if x.dtype != layout.dtype:  # seen as all of the storage, up to what both dtypes divide
+                step = max(x.dtype.itemsize, layout.dtype.itemsize)
+                nbytes = x.untyped_storage().nbytes() // step * step
+                x = x.as_strided((nbytes // x.dtype.itemsize,), (1,), 0).view(layout.dtype)
             x = x.as_strided(layout.size, layout.stride, layout.offset)
+            x = x.conj() if layout.conjugate else x
+            x = torch_cuda.negated(x) if layout.negative else x
         return x.detach()
 
 

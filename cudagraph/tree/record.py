@@ -280,10 +280,13 @@ def _outputs(
         slots = {cdata: slot for cdata, slot in slots.items() if cdata in on_path or slot.host or slot.address in live}
 
     templates: list[Template] = []
+    in_storage: dict[int, list[int]] = {}  # outputs so far, by the storage
     for k, x in templated.items():
         storage = x.untyped_storage()
         slot = slots.get(torch_cuda.identity(storage))
-        base = next((i for i, other in templated.items() if i < k and _overlap(x, other)), None)
+        earlier = in_storage.setdefault(torch_cuda.identity(storage), [])
+        base = next((i for i in earlier if _overlap(x, templated[i])), None)
+        earlier.append(k)
         templates.append(Template(k, layout_of(x), slot, storage if slot is None else None, base))
     saved = piece.saved_outputs
     if saved is not None:  # an output that is returned twice has its template at the first position only
@@ -302,8 +305,6 @@ def _outputs(
 
 def _overlap(x: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one storage reach into the same bytes."""
-    if torch_cuda.identity(x.untyped_storage()) != torch_cuda.identity(other.untyped_storage()):
-        return False
     (first, end), (other_first, other_end) = map(_bytes_reached, (x, other))
     return first < other_end and other_first < end
 

@@ -14,6 +14,7 @@ from torch import nn
 import cudagraph
 from cudagraph.explain import explain_with
 from cudagraph.tree.driver import cuda_driver
+from cudagraph.tree.liveness import layout_of, sharing_versions, tensor_on
 
 
 class Masked(nn.Module):
@@ -188,3 +189,27 @@ def test_a_write_to_an_output_that_a_backward_needs_raises_in_replays_too(place,
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             gradient(compiled, x, True)
     assert cudagraph.stats()["replays"] > 0
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x[1:].t(),
+        lambda x: x.view(torch.int32)[1:],
+        lambda x: x.view(torch.int64),
+        lambda x: x[1].view(torch.uint8)[3:5],
+        lambda x: torch.view_as_complex(x.view(3, 2, 2)).conj(),
+        lambda x: torch.view_as_complex(x.view(3, 2, 2)).conj().imag,
+    ],
+)
+def test_tensors_in_the_same_memory_count_writes_together(view):
+    x = torch.randn(3, 4)
+    alias = view(x)
+    for base, other in ((x, alias), (alias, x)):
+        made = sharing_versions(base, layout_of(other))
+        assert torch.equal(made, tensor_on(x.untyped_storage(), layout_of(other))) and torch.equal(made, other)
+        base.add_(1)
+        assert made._version == base._version and torch.equal(made, other)
+        assert not made._is_view() and layout_of(made) == layout_of(other)
