@@ -17,7 +17,7 @@ from torch.fx import Node
 from ..errors import OptionError
 from ..graphs.backward_reads import FoundRead
 from ..graphs.layout import in_memory_order, is_contiguous
-from ..graphs.nodes import PACKED, REGION, SNAPSHOT, annotation, producer, region_output, view_source
+from ..graphs.nodes import PACKED, REGION, SNAPSHOT, annotation, producer, region_body, region_output, view_source
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..library.lossless import compare_hook
@@ -294,7 +294,9 @@ def _read_beside(value: SavedValue) -> bool:
     views = [value.bw_node]
     for node in views:  # grows
         views += [user for user in node.users if view_source(user) is node]
-    return any(str(user.target).startswith("aten.as_strided") for node in views for user in node.users)
+    bodies = [body for node in views for user in node.users if (body := region_body(user)) is not None]
+    readers = [user for node in views for user in node.users] + [node for body in bodies for node in body.graph.nodes]
+    return any("as_strided" in str(reader.target) for reader in readers)
 
 
 def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str, bool]:

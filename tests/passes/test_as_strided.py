@@ -85,7 +85,11 @@ def test_all_of_a_storage_is_packed_and_the_report_says_why_a_part_is_not() -> N
         h = x @ WEIGHT
         return h.as_strided((8, 32), (1, 8)) * h[:, :32]
 
-    for program, packs in ((whole, True), (columns, False)):
+    def whole_transposed(x: torch.Tensor) -> torch.Tensor:
+        h = (x @ WEIGHT).t()
+        return h.as_strided((32, 8), (1, 36)) * h[:32]
+
+    for program, packs in ((whole, True), (whole_transposed, True), (columns, False)):
         options = {"inner": "aten", "policy": COPIED}
         compiled = torch.compile(program, backend="aot_hooks", options=options)
         assert torch.equal(gradient(compiled), gradient(program))
