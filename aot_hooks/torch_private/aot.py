@@ -37,7 +37,8 @@ SYMBOLS: dict[str | Needed, str] = {
     "torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler",
     "trying hooks for a budget": "torch.fx._lazy_graph_module._LazyGraphModule",
     "regions that compute the same": "torch._functorch.config torch._functorch.config.cse",
-    "options['recompute_pointwise']": "torch._functorch.config.ban_recompute_materialized_backward",
+    "options['recompute_pointwise']": "torch._functorch.config "
+    "torch._functorch.config.ban_recompute_materialized_backward",
     "two versions of a graph": "torch._guards.TracingContext torch._guards.tracing",
     "predicting the bytes of a backward": "torch._functorch.partitioners._is_tangent",
     Needed("telling that a backward holds its tangents", ("2.11.0",)): "torch._functorch._aot_autograd."
@@ -60,15 +61,18 @@ need = needing(SYMBOLS)
 min_cut_partition = functools.partial(compilers.min_cut_partition, need=need)
 
 
-@contextlib.contextmanager
-def recomputing_pointwise(wanted: bool) -> Iterator[None]:
+def recomputing_pointwise(wanted: bool) -> contextlib.AbstractContextManager[Any]:
     """If `wanted`, torch's partition also computes those pointwise results again that the backward writes to memory.
 
     It saves them otherwise, for a product of the backward that reads them. The setting is in torch's cache keys.
     """
-    banned = {} if not wanted else {"ban_recompute_materialized_backward": False}
-    with need("torch._functorch.config").patch(banned):
-        yield
+    if not wanted:
+        return contextlib.nullcontext()
+    need("torch._functorch.config.ban_recompute_materialized_backward")
+    patch: contextlib.AbstractContextManager[Any] = need("torch._functorch.config").patch(
+        ban_recompute_materialized_backward=False
+    )
+    return patch
 
 
 def keeps_tangents() -> bool:
