@@ -140,9 +140,10 @@ def looks_at_modules(rule: Hook | Policy) -> bool:
 def check_rule(rule: Any, expected: str) -> None:
     """Raises `OptionError` unless `rule` is a hook or a policy."""
     hint = uncalled_factory(rule)
-    if isinstance(rule, int) or (isinstance(rule, str) and (rule[:1].isdigit() or rule == "fit")):
+    is_size = isinstance(rule, int) and not isinstance(rule, bool)
+    if is_size or (isinstance(rule, str) and (rule[:1].isdigit() or rule == "fit")):
         hint = f"; write aot_hooks.budget({rule!r})"
-    elif isinstance(rule, str | torch.nn.Module):  # a module can be called, but not with a saved tensor
+    elif isinstance(rule, str | bool | torch.nn.Module):  # a module can be called, but not with a saved tensor
         hint = "; write aot_hooks.float8() or the like"
     if hint or not (isinstance(rule, Hook) or callable(rule)):
         raise OptionError(f"{expected}, got {rule!r}{hint}")
