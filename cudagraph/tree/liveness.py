@@ -56,18 +56,18 @@ def sharing_versions(x: torch.Tensor, layout: Layout) -> torch.Tensor:
 
     So a backward that needs one of them raises if the program has written to the other.
     """
-    with torch.no_grad():
-        if layout != layout_of(x):
-            x = x.conj() if x.is_conj() else x
-            x = torch_cuda.negated(x) if x.is_neg() else x
-            if x.dtype != layout.dtype:  # seen as all of the storage, up to what both dtypes divide
-                step = max(x.dtype.itemsize, layout.dtype.itemsize)
-                nbytes = x.untyped_storage().nbytes() // step * step
-                x = x.as_strided((nbytes // x.dtype.itemsize,), (1,), 0).view(layout.dtype)
-            x = x.as_strided(layout.size, layout.stride, layout.offset)
-            x = x.conj() if layout.conjugate else x
-            x = torch_cuda.negated(x) if layout.negative else x
+    if layout == layout_of(x):
         return x.detach()
+    with torch.no_grad():
+        x = x.conj() if x.is_conj() else x
+        x = torch_cuda.negated(x) if x.is_neg() else x
+        if x.dtype != layout.dtype:  # seen as all of the storage, up to what both dtypes divide
+            step = max(x.dtype.itemsize, layout.dtype.itemsize)
+            nbytes = x.untyped_storage().nbytes() // step * step
+            x = x.as_strided((nbytes // x.dtype.itemsize,), (1,), 0).view(layout.dtype)
+        x = x.as_strided(layout.size, layout.stride, layout.offset)
+        x = x.conj() if layout.conjugate else x
+        return (torch_cuda.negated(x) if layout.negative else x).detach()
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
