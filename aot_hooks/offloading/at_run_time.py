@@ -3,7 +3,7 @@
       forward    ticket = offload_together(xs)      after their last readers
       backward   xs = reload_together(ticket)       before their first reader
 
-One compiled graph serves all layers, and what is sent differs between them: see steps.py. One ticket crosses to the
+One compiled graph serves all layers, and what is sent differs between them: see step_plan.py. One ticket crosses to the
 backward for all of `xs`. While it lives, each tensor stays on the device or waits on the host. A ticket is int64[1] on
 the CPU, known by its address. A tensor with symbolic sizes also crosses as an empty tensor of its shape.
 
@@ -29,6 +29,7 @@ from ..torch_private.autograd import keeps_graph
 from ..torch_private.inductor_lowering import ALIGNMENT, lower_to_call
 from . import copies, steps
 from .copies import Copy
+from .step_plan import Event, StepPlan, Terms, plan_step
 from .transfers import NO_LIMIT, begin_back, capture_error, define, fake_ticket, host_memory, is_captured
 
 _entries: dict[int, list[steps.Entry]] = {}  # by the address of their ticket
@@ -57,7 +58,7 @@ def _offload_together(
     if captured:  # a replay belongs to no step
         entries = [steps.Entry(False) for _ in kept]
     else:
-        entries, actions = steps_of(device).start([x.nbytes for x in kept], steps.Terms.parse(terms))
+        entries, actions = steps_of(device).start([x.nbytes for x in kept], Terms.parse(terms))
     _entries[ticket.data_ptr()] = entries
     weakref.finalize(memory, _release, ticket.data_ptr(), device).atexit = False  # if something below raises, too
     _carry_out(actions, device)
@@ -213,12 +214,12 @@ def _times(device: torch.device, runs: list[list[Any]]) -> list[list[float]] | N
     return [list(itertools.accumulate((run[0].elapsed_time(mark) for mark in run), max)) for run in runs]
 
 
-def _plan(device: torch.device, trace: tuple[steps.Event, ...], at_ms: Sequence[float], share: float) -> steps.StepPlan:
+def _plan(device: torch.device, trace: tuple[Event, ...], at_ms: Sequence[float], share: float) -> StepPlan:
     """The plan for a step whose events run `at_ms`, on a link with `share` of its speed."""
     rates = measured_rates(device)
     links = (event[2].link for event in trace if event[0] == "start" and event[2].link is not None)
     to_host, to_device = next(links, (rates.to_host, rates.to_device))
-    plan = steps.plan_step(trace, at_ms, share * to_host, share * to_device)
+    plan = plan_step(trace, at_ms, share * to_host, share * to_device)
     if not plan.sent_bytes and share == 1.0:
         warnings.warn(
             f"aot_hooks.offload: a step of {plan.graph_count} calls of compiled graphs sends none of its {plan.nbytes} "

@@ -31,7 +31,7 @@ from ..torch_private.inductor_fusion import ALONE, FROM_HOOK
 from .at_run_time import layouts_of, offload_together, reload_together
 from .hook import OffloadSettings
 from .schedule import DECIDED_LATER, Item, Limits, Placement, Transfer, schedule
-from .steps import Terms
+from .step_plan import Terms
 from .transfers import COPIES, offload_start, offload_wait, reload_start, reload_wait
 
 _MAY_BE_DROPPED = frozenset(  # those of Inductor's passes, 2.11 to 2.15
@@ -40,7 +40,8 @@ _MAY_BE_DROPPED = frozenset(  # those of Inductor's passes, 2.11 to 2.15
 )
 _BUILT_IN = ("aten", "prims", "inductor_prims")
 _MEMORY_OF_OTHERS = "memory of an input or output, which the program may write to: no call can decide to send it"
-_TOGETHER = 16  # at most so many tensors an operator: those of a layer, so that copies begin while a large graph runs
+_TOGETHER = 16  # at most so many tensors an operator
+_PART_BYTES = 64 << 20  # an operator of this many takes no tensor that is read later: its copies take a millisecond
 _Pairs = list[tuple[Node, Node]]  # values of the forward with their placeholders in the backward
 _CANDIDATE = "aot_hooks_offload"  # meta of a backward's placeholder, for `decide_at_run_time`
 
@@ -213,7 +214,7 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     groups = []
     for (device, limit, terms, _), found in kinds.items():
         found.sort(key=place_of)
-        for part in _parts(found, terms.in_flight_bytes):
+        for part in _parts(found, place_of, terms.in_flight_bytes):
             groups.append((part, device, limit, terms))
     groups.sort(key=lambda group: place_of(group[0][-1]))
     for i, (found, device, limit, terms) in enumerate(groups):
@@ -224,13 +225,18 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
         gm.recompile()
 
 
-def _parts(pairs: _Pairs, most_bytes: int) -> list[_Pairs]:
-    """`pairs` in runs of at most `_TOGETHER`, and of at most `most_bytes` where there is more than one."""
+def _parts(pairs: _Pairs, place_of: Callable[[tuple[Node, Node]], Node], most_bytes: int) -> list[_Pairs]:
+    """`pairs`, which are in the order of their places, in one part for each operator.
+
+    At most `_TOGETHER` are a part, and of at most `most_bytes` if they are more than one. Copies of a large layer begin
+    and end while it runs: a part of `_PART_BYTES` has no pairs of later places.
+    """
     parts: list[_Pairs] = [[]]
     nbytes = 0
     for pair in pairs:
-        own = tensor_bytes(pair[0].meta["val"])
-        if parts[-1] and (len(parts[-1]) == _TOGETHER or nbytes + own > most_bytes):
+        own, part = tensor_bytes(pair[0].meta["val"]), parts[-1]
+        is_later = bool(part) and nbytes >= _PART_BYTES and place_of(pair) is not place_of(part[-1])
+        if part and (is_later or len(part) == _TOGETHER or nbytes + own > most_bytes):
             parts.append([])
             nbytes = 0
         parts[-1].append(pair)

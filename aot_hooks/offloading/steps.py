@@ -21,7 +21,6 @@ Nothing here touches a device.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
@@ -33,7 +32,7 @@ from typing import Any
 
 from ..errors import UnusedWarning, warn_user
 from ..torch_private import autograd
-from .schedule import LINK, Item, Limits, Schedule, schedule
+from .step_plan import Event, StepPlan, Terms, bytes_of
 
 log = logging.getLogger("aot_hooks")
 _MOST_TRACES = 32
@@ -46,8 +45,6 @@ _NEXT_SHARE = 0.75  # the next plan counts on this share of the speed that the l
 _LEAST_SHARE = 0.25  # of the link's speed; no plan for less is tried
 _MISSES = 2  # after this many plans in a row that are no faster, no other is tried
 _SLOWER = 0.97  # of the speed planned with: if copies were slower than this, the next plan counts on their speed
-_ENOUGH = 0.95  # of the bytes that could be sent: small tensors take as much of the host's time as large ones
-_SIZES = 4  # how many least sizes are tried for that
 _MOST_EVENTS = 1 << 17  # of a step
 # Saved tensors count as kept, and not as a part of the step, at any of these limits, see `Steps._is_endless`:
 _KEPT_AFTER, _KEPT_AGAIN = 8, 2  # later runs of the operators that saved them; the second limit holds after a warning
@@ -56,130 +53,11 @@ _RAISED = 8  # times the limit of runs, each time that a backward reads kept ten
 _FIRST = 6  # as many steps send all if there is no plan
 _MOST_DIFFERENT = 32  # steps in a row without a plan before a warning
 
-Event = tuple[Any, ...]  # of an operator: ("start", the bytes of its tensors, Terms) or ("reload", their items)
-Action = tuple[str, int]  # "join" (wait for the copy out) or "fetch" (start the copy back), and the item
-
-
-@dataclass(frozen=True)
-class Terms:
-    """The conditions under which an operator sends its tensors. The operator takes them as a text."""
-
-    in_flight_bytes: int
-    max_stall_ms: float
-    link: tuple[float, float] | None  # bytes a second to the host and back; None measures them
-    ends_graph: bool = True  # no other operator of its graph comes after this one
-    is_symbolic: bool = False  # the bytes of its tensors differ from call to call
-
-    def __str__(self) -> str:
-        """Numbers only: Inductor's C++ code does not escape quotes."""
-        to_host, to_device = self.link or (0.0, 0.0)
-        flags = f"{int(self.ends_graph)} {int(self.is_symbolic)}"
-        return f"{self.in_flight_bytes} {self.max_stall_ms} {to_host} {to_device} {flags}"
-
-    @staticmethod
-    @functools.cache
-    def parse(text: str) -> Terms:
-        in_flight, stall, *link, ends_graph, is_symbolic = map(float, text.split())
-        speeds = (link[0], link[1]) if any(link) else None
-        return Terms(int(in_flight), stall, speeds, bool(ends_graph), bool(is_symbolic))
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """The decisions for the calls of one step.
-
-    Attributes:
-        sends: for each item, whether it is sent.
-        actions: by event, what to do before it.
-        graph_count: how many calls of graphs send or could send.
-        nbytes, sent_bytes: bytes that could be sent in the step, and those that are.
-        forward_ms, backward_ms: from the first event to the first reload, and from there to the last.
-        allowed_ms: how much longer the step may get by the limits of its hooks.
-        to_host: the speed of copies out that the plan counts on, in bytes a second.
-    """
-
-    sends: tuple[bool, ...]
-    actions: dict[int, list[Action]]
-    graph_count: int
-    nbytes: int
-    sent_bytes: int
-    forward_ms: float
-    backward_ms: float
-    allowed_ms: float
-    to_host: float
-
-
-def graph_count(trace: Sequence[Event]) -> int:
-    """How many calls of graphs a trace has."""
-    return sum(event[0] == "start" and event[2].ends_graph for event in trace)
-
-
-def bytes_of(trace: Sequence[Event]) -> int:
-    """What the operators of a trace start, in bytes."""
-    return sum(sum(event[1]) for event in trace if event[0] == "start")
-
 
 def _key(event: Event) -> Event:
     """`event` without symbolic sizes."""
     is_symbolic = event[0] == "start" and event[2].is_symbolic
     return ("start", len(event[1]), event[2]) if is_symbolic else event
-
-
-def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to_device: float) -> StepPlan:
-    """Plan a step whose events ran `at_ms`. `to_host`, `to_device`: bytes a second over the link.
-
-    Sends items in the order in which they start, as long as compute hides the copies. If the largest of them have
-    nearly all of the bytes, only those are sent. Items that start after the first reload stay on the device.
-    """
-    starts = [(i, nbytes, event[2]) for i, event in enumerate(trace) if event[0] == "start" for nbytes in event[1]]
-    reloads = {n: i for i, event in reversed([*enumerate(trace)]) if event[0] == "reload" for n in event[1]}
-    backward = min(reloads.values(), default=len(trace))
-    kinds: dict[Limits, int] = {}
-    items: list[Item] = []
-    numbers: list[int] = []  # of the items in the step
-    for number, (i, nbytes, terms) in enumerate(starts):
-        if i < backward and number in reloads and nbytes:
-            kind = kinds.setdefault(Limits(terms.in_flight_bytes, terms.max_stall_ms), len(kinds))
-            items.append(Item(nbytes, i - 1, reloads[number] - backward, kind))
-            numbers.append(number)
-    took = [b - a for a, b in itertools.pairwise([*at_ms, at_ms[-1]])]
-    place = functools.partial(schedule, to_host=to_host, to_device=to_device, limits=[*kinds])
-
-    def plan_larger(least_bytes: int) -> tuple[list[int], Schedule, set[int], int]:
-        """Plan the items of `least_bytes` or more: their numbers, the schedule, those it sends, and the bytes."""
-        chosen = [i for i, item in enumerate(items) if item.nbytes >= least_bytes]
-        found = place([items[i] for i in chosen], took[:backward], took[backward:])
-        sent = [i for i, placement in zip(chosen, found.placements, strict=True) if placement.offloaded]
-        nbytes = sum(items[i].nbytes for i in sent)
-        return [numbers[i] for i in chosen], found, {numbers[i] for i in sent}, nbytes
-
-    number_of, planned, sent, sent_bytes = plan_larger(0)
-    allowed_ms = max((limit.max_stall_ms for limit in kinds), default=0.0)
-    enough = _ENOUGH * sent_bytes
-    sizes = sorted({item.nbytes for item in items}, reverse=True)
-    large = [size for size in sizes if sum(item.nbytes for item in items if item.nbytes >= size) >= enough]
-    for size in large[:: -(-len(large) // _SIZES) or 1] if math.isfinite(allowed_ms) else ():
-        larger = plan_larger(size)
-        if larger[-1] >= enough:
-            number_of, planned, sent, sent_bytes = larger
-            break
-    actions: dict[int, list[Action]] = {}
-    names = {"wait": "join", "reload": "fetch"}
-    for first, events in ((0, planned.forward), (backward, planned.backward)):
-        for gap, what, i in events:
-            if what in names:
-                actions.setdefault(first + gap, []).append((names[what], number_of[i]))
-    return StepPlan(
-        tuple(number in sent for number in range(len(starts))),
-        actions,
-        graph_count(trace),
-        bytes_of(trace),
-        sent_bytes,
-        planned.forward_ms,
-        planned.backward_ms,
-        allowed_ms,
-        to_host * LINK,
-    )
 
 
 @dataclass(eq=False, slots=True)
@@ -421,9 +299,11 @@ class Steps:
                 known.plan = next(plan for plan, ms in known.tried if ms <= most_ms)
                 known.settled = True
         log.info(
-            "offload: a step sends %d of %d bytes, by a plan for %.2f of the link's speed; steps so far took %s ms%s",
+            "offload: a step sends %d of %d bytes and holds %d, by a plan for %.2f of the link's speed; "
+            "steps so far took %s ms%s",
             known.plan.sent_bytes,
             known.plan.nbytes,
+            max(known.plan.held_bytes),
             known.share,
             [round(ms, 1) for _, ms in known.tried],
             f"; the last copies had {1e-9 * speed:.1f} GB/s" if speed else "",

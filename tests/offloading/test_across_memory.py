@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -109,9 +110,22 @@ def test_a_tensor_that_is_part_of_some_memory_is_copied() -> None:
 def test_operators_take_at_most_what_may_be_in_flight() -> None:
     gm = torch.fx.experimental.proxy_tensor.make_fx(lambda *xs: [x + 1 for x in xs])(*[torch.randn(256)] * 40)
     pairs = [(node, node) for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)]
-    assert [len(part) for part in placement._parts(pairs, 1 << 30)] == [16, 16, 8]
-    assert [len(part) for part in placement._parts(pairs, 3 * 1024)] == [3] * 13 + [1]
-    assert [len(part) for part in placement._parts(pairs, 100)] == [1] * 40
+
+    def lengths(most_bytes: int) -> list[int]:
+        return [len(part) for part in placement._parts(pairs, operator.itemgetter(0), most_bytes)]
+
+    assert lengths(1 << 30) == [16, 16, 8]
+    assert lengths(3 * 1024) == [3] * 13 + [1]
+    assert lengths(100) == [1] * 40
+
+
+def test_a_large_operator_takes_no_tensor_that_is_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = torch.fx.experimental.proxy_tensor.make_fx(lambda *xs: [x + 1 for x in xs])(*[torch.randn(256)] * 12)
+    pairs = [(node, node) for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)]
+    places = dict(zip((node for node, _ in pairs), [pairs[i][0] for i in [2] * 3 + [5] * 3 + [11] * 6], strict=True))
+    monkeypatch.setattr(placement, "_PART_BYTES", 4 * 1024)
+    parts = placement._parts(pairs, lambda pair: places[pair[0]], 1 << 30)
+    assert [len(part) for part in parts] == [6, 6], "a kilobyte each: the first three are too few to be a part"
 
 
 @pytest.mark.filterwarnings("error::aot_hooks.errors.UnusedWarning")

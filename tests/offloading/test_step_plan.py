@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from aot_hooks.offloading import steps
-from aot_hooks.offloading.steps import Event, StepPlan, Terms, graph_count, plan_step
+from aot_hooks.offloading.step_plan import Event, StepPlan, Terms, graph_count, plan_step
 
 TERMS = Terms(1 << 30, 0.0, None)
 
@@ -62,6 +62,31 @@ def test_few_large_tensors_are_sent_rather_than_many_small_ones() -> None:
 
     assert planned([1000, 10] * 8) == (True, False) * 8
     assert sum(planned([1000] * 4 + [100] * 40)) > 30, "as many bytes as the large ones have: worth their copies"
+
+
+def test_small_tensors_are_sent_where_they_would_be_held_at_the_peak() -> None:
+    """The large tensors of all layers but the last have as many bytes as all tensors of fewer layers. But then the
+    small ones of all layers are there when the backward begins."""
+    sizes, count = (500, 60, 60, 60), 12
+    at_ms = [0.5 * i for i in range(count)] + [0.5 * count + 2.0 * i for i in range(count)]
+
+    def planned(sizes: tuple[int, ...]) -> StepPlan:
+        each = len(sizes)
+        trace: list[Event] = [("start", sizes, TERMS)] * count
+        trace += [("reload", tuple(range(i * each, (i + 1) * each))) for i in reversed(range(count))]
+        return plan_step(trace, at_ms, 1e6, 1e6)
+
+    plan, only_large = planned(sizes), planned(sizes[:1])
+    assert only_large.sent_bytes > 0.95 * plan.sent_bytes
+    assert only_large.held_bytes[1] + count * sum(sizes[1:]) > 1.2 * plan.held_bytes[1]
+    assert plan.sends[:4] == (True,) * 4 and plan.sends[-4:] == (False,) * 4
+
+
+def test_held_bytes_are_those_from_each_event_to_the_next() -> None:
+    trace = layers(6, 1000)
+    plan = plan_step(trace, [*range(0, 24, 2)], 1e6, 1e6)
+    assert plan.held_bytes == (1000, 2000), "in the backward, the one that is fetched beside the one in use"
+    assert plan_step(trace, [0.001 * i for i in range(12)], 1e6, 1e6).held_bytes == (6000, 6000)
 
 
 class SharedLink:
