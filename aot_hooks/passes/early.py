@@ -1,9 +1,12 @@
-"""Moves nodes that only the backward reads to where the forward has their inputs.
+"""Values that are computed early, so that less is alive: in the forward for the backward, and in the backward.
 
       left alone    y = relu(x)   ...many layers...   mask = y <= 0    return z, mask      x lives to the end
       moved         y = relu(x)   mask = y <= 0   ...many layers...    return z, mask      only the mask does
 
 A partitioner leaves such nodes at the end of the forward, and Inductor fuses no nodes that are far apart.
+
+      fused         d = mm(g, w)   h, d_up, d_gate = f(gate, up, d)   mm(g, h)             all four are alive at once
+      apart         h = f(gate, up)   mm(g, h)   d = mm(g, w)   d_up, d_gate = f(gate, up, d)
 """
 
 from __future__ import annotations
@@ -14,8 +17,11 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import results_of
 
-from ..graphs.lifetimes import Kernels, fuses, last_readers, written_storages
-from ..graphs.nodes import input_storages, is_view, output_storages, storage_of
+from ..graphs.lifetimes import Kernels, fuses, last_readers, on_cuda, written_storages
+from ..graphs.nodes import input_storages, is_view, output_storages, storage_of, storages
+from ..graphs.roofline import has_formula
+from ..torch_private import aot
+from ..torch_private.inductor_fusion import FROM_HOOK, mark_alone
 
 
 def compute_early(fw: GraphModule, num_fwd_outputs: int) -> None:
@@ -68,3 +74,18 @@ def _computed_for(node: Node) -> set[Node]:
                 chain.add(source)
                 stack.append(source)
     return chain
+
+
+def compute_apart(bw: GraphModule) -> None:
+    """Let Inductor fuse no value that the backward computes again for a product with gradients, which come later.
+
+    Such a value is there just before its product. In one kernel with gradients, which reads the same tensors, it is
+    alive beside all of them: 0.4 GiB more for a Llama block of 8192 tokens. CUDA only.
+    """
+    for_products = storages(source for node in bw.graph.nodes if has_formula(node) for source in node.all_input_nodes)
+    late: set[Node] = set()  # computed from gradients
+    for node in bw.graph.nodes:
+        if aot.is_tangent(node) or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+        elif fuses(node) and not is_view(node) and FROM_HOOK not in node.meta and storage_of(node) in for_products:
+            mark_alone([node] if on_cuda([node]) else [], f"again {node.name}")

@@ -20,11 +20,8 @@ import aot_hooks
 from aot_hooks import backend
 
 
-def main(then: aot_hooks.Hook) -> None:
-    with torch.device("meta"):
-        layers = nn.Sequential(*(Block(2048) for _ in range(4))).to(torch.bfloat16)
-    model, x = layers.to_empty(device="cpu"), torch.empty(16384, 2048, dtype=torch.bfloat16, requires_grad=True)
-    pretend_cuda()
+def codes_of(model: nn.Module, x: torch.Tensor, policy: Any) -> dict[str, str]:
+    """The code of both graphs, by phase, with what a product reads computed again."""
     torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
     cut = backend.aot.min_cut_partition
 
@@ -37,8 +34,16 @@ def main(then: aot_hooks.Hook) -> None:
         mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200),
         torch._functorch.config.patch(ban_recompute_materialized_backward=False),
     ):
-        codes, _ = compiled(model, x, aot_hooks.offload(then=then))
-    (forward,) = (code for phase, code, _ in codes if phase == "forward")
+        codes, _ = compiled(model, x, policy)
+    return {phase: code for phase, code, _ in codes}
+
+
+def main(then: aot_hooks.Hook) -> None:
+    with torch.device("meta"):
+        layers = nn.Sequential(*(Block(2048) for _ in range(4))).to(torch.bfloat16)
+    model, x = layers.to_empty(device="cpu"), torch.empty(16384, 2048, dtype=torch.bfloat16, requires_grad=True)
+    pretend_cuda()
+    forward = codes_of(model, x, aot_hooks.offload(then=then))["forward"]
     calls = re.finditer(r"(triton_\w+)\.run\(|(extern_kernels\.\w+)\(|(offload_start)\.default\(", forward)
     print(json.dumps([next(filter(None, m.groups())) for m in calls]))
 

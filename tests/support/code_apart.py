@@ -1,0 +1,36 @@
+"""What the backward of a gated block holds with what it computes again for products in kernels of its own, and without.
+
+    python tests/support/code_apart.py      prints both peaks, as multiples of the widest tensor
+
+CUDA code, generated without a GPU. In a process of its own, because torch keeps what it found of devices.
+"""
+
+from __future__ import annotations
+
+import json
+from unittest import mock
+
+import torch
+from code_order import codes_of
+from code_peak import Block, peak_of, pretend_cuda
+
+import aot_hooks
+from aot_hooks.passes import rewrite
+
+
+def main() -> None:
+    width, tokens = 512, 8192
+    model = Block(width).to(torch.bfloat16)
+    x = torch.randn(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    pretend_cuda()
+    found = []
+    for in_force in (rewrite.compute_apart, lambda _bw: None):
+        torch._dynamo.reset()
+        with mock.patch.object(rewrite, "compute_apart", in_force):
+            code = codes_of(model, x, aot_hooks.float8())["backward"]
+        found.append(peak_of(code) / (tokens * 3 * width * 2))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
