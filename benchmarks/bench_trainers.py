@@ -8,6 +8,7 @@
                float8, offload_float8, budget        stock and AotHooksCallback
                offload_float8_again    offload_float8 with options={"recompute_pointwise": True}
                offload_float8_timed    the same, planned by the times of the first steps (across_graphs=True)
+               offload_float8_all      the same with max_stall_ms=inf: all is sent that can be
     SFTTrainer sft, sft_checkpointing, sft_offloading (TRL's activation_offloading), sft_offload_float8,
                sft_offload_float8_again, sft_offload_float8_timed
     torchao    float8_training  stock with torchao's rowwise linear layers; float8_training_packed: with ours as well
@@ -49,12 +50,12 @@ from aot_hooks.integrations.transformers import AotHooksCallback
 
 VOCABULARY = 256
 ROWS = (
-    "stock", "checkpointing", "offload_float8_again", "offload_float8_timed", "offload_float8",
+    "stock", "checkpointing", "offload_float8_again", "offload_float8_timed", "offload_float8_all", "offload_float8",
     "sft", "sft_checkpointing", "sft_offloading", "sft_offload_float8_again", "sft_offload_float8_timed",
     "sft_offload_float8", "float8_training", "float8_training_packed", "budget", "float8", "float8_again",
 )  # fmt: skip
 ON_CUDA = ("budget", "sft_offloading")  # under a measured peak; TRL's own offloading
-AGAIN = ("_again", "_timed")  # ends of the names of rows with options["recompute_pointwise"]
+AGAIN = ("_again", "_timed", "_all")  # ends of the names of rows with options["recompute_pointwise"]
 NEEDS = {"sft": ("trl", "datasets"), "float8_training": ("torchao",)}  # by the beginning of a row's name
 
 
@@ -152,7 +153,8 @@ def make_policy(name: str, budget_bytes: int | None) -> Any:
     if name == "budget":
         return None if budget_bytes is None else aot_hooks.budget(budget_bytes)
     if "offload_float8" in name:
-        return aot_hooks.offload(then=aot_hooks.float8(), across_graphs=name.endswith("_timed"))
+        stall, timed = float("inf") if name.endswith("_all") else 0.0, name.endswith(("_timed", "_all"))
+        return aot_hooks.offload(then=aot_hooks.float8(), max_stall_ms=stall, across_graphs=timed)
     if name == "float8_training_packed":
         from aot_hooks.integrations.torchao import float8_training
 
