@@ -4,7 +4,7 @@
       two more       the same, and when each of them runs; the faster counts  plan_step --> StepPlan
       five more      start 0 [send] 1 ... start 6 [join 0] 7 ... | reload 8 9 [fetch 6] ... reload 6 7
       five more      a plan for the speed that the link had, or for three quarters of the speed planned with before;
-                     and so on, until two plans in a row made steps no faster
+                     and so on, until two plans in a row that send less made steps no faster
       then           the plan that sends most, of those that are nearly as fast as the fastest
 
 A graph that is compiled once runs for every layer, so what differs between layers is read at run time: at_run_time.py
@@ -91,7 +91,7 @@ class _Known:
         settled: no other plan is tried any more.
         misses: how many plans in a row were no faster than one before.
         at_ms: when each event runs if nothing is waited for.
-        tried: the plans that were timed, with the ms of a step. Each sends less than the one before.
+        tried: the plans that were timed, with the ms of a step. Only the second may send more than the first.
     """
 
     trace: tuple[Event, ...]
@@ -287,16 +287,20 @@ class Steps:
         else:  # steps without a plan are no measure: each graph's own copies hold them up
             took = sorted(run[-1] for run in times)[1]  # the fastest but one
             fastest = min((ms for _, ms in known.tried), default=math.inf)
+            sends_more = bool(known.tried) and known.plan.sent_bytes > known.tried[0][0].sent_bytes
             known.tried.append((known.plan, took))
-            known.misses = 0 if _AS_FAST * took <= fastest else known.misses + 1
-            if known.misses < _MISSES:
-                share = speed / known.plan.to_host if speed else 1.0
+            known.misses = 0 if sends_more or _AS_FAST * took <= fastest else known.misses + 1
+            faster = speed / known.plan.to_host
+            if len(known.tried) == 1 and _SLOWER * faster > 1:  # the link was busy when its speed was measured
+                known.plan = self.plan(known.trace, known.at_ms, known.share * faster)
+            if known.plan.sends == known.tried[-1][0].sends and known.misses < _MISSES:
+                share = faster if 0 < faster < _SLOWER else _NEXT_SHARE
                 while known.plan.sends == known.tried[-1][0].sends and known.share >= _LEAST_SHARE:
-                    known.share, share = known.share * (share if share < _SLOWER else _NEXT_SHARE), 1.0
+                    known.share, share = known.share * share, _NEXT_SHARE
                     known.plan = self.plan(known.trace, known.at_ms, known.share)
             if known.plan.sends == known.tried[-1][0].sends or not known.plan.sent_bytes:  # none is left to try
                 most_ms = _AS_FAST * min(took, fastest) + known.plan.allowed_ms
-                known.plan = next(plan for plan, ms in known.tried if ms <= most_ms)
+                known.plan = max((plan for plan, ms in known.tried if ms <= most_ms), key=lambda plan: plan.sent_bytes)
                 known.settled = True
         log.info(
             "offload: a step sends %d of %d bytes and holds %d, by a plan for %.2f of the link's speed; "

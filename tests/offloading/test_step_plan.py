@@ -169,6 +169,17 @@ def test_the_next_plan_counts_on_the_speed_that_copies_had_in_the_step() -> None
     assert as_planned.shares[1] == 0.75
 
 
+@pytest.mark.parametrize(("stall_ms", "last"), [(0.0, 5), (9.0, 2)], ids=["hidden", "slow"])
+def test_copies_that_were_faster_than_planned_let_the_next_plan_send_more(stall_ms: float, last: int) -> None:
+    link = SharedLink(stall_ms, copy_ms=1.0)
+    plan = link.steps.plan
+    link.steps.plan = lambda trace, at_ms, share: plan(trace, at_ms, 0.4 * share)  # measured on a busy link
+    sent = [link.run() for _ in range(48)]
+    assert sent[3] < sent[8] == 5, sent
+    assert sent[13] < sent[3], "then less than the first"
+    assert sent[-1] == last, sent
+
+
 def test_a_plan_is_not_judged_by_its_first_steps() -> None:
     link = SharedLink(stall_ms=1.0)
     sent = [link.run() for _ in range(8)]
