@@ -91,8 +91,9 @@ def bytes_of(trace: Sequence[Event]) -> int:
 def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to_device: float) -> StepPlan:
     """Plan a step whose events ran `at_ms`. `to_host`, `to_device`: bytes a second over the link.
 
-    Sends items in the order in which they start, as long as compute hides the copies. If the peak is nearly as low with
-    the largest of them alone, only those are sent. Items that start after the first reload stay on the device.
+    Sends items in the order in which they start, as long as compute hides the copies. Only the largest of them are sent
+    if that sends and holds the same, up to 2% of the bytes that are sent. Items that start after the first reload stay
+    on the device.
     """
     starts = [(i, nbytes, event[2]) for i, event in enumerate(trace) if event[0] == "start" for nbytes in event[1]]
     reloads = {n: i for i, event in reversed([*enumerate(trace)]) if event[0] == "reload" for n in event[1]}

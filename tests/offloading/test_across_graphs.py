@@ -107,10 +107,11 @@ def test_copies_end_in_other_graphs() -> None:
 
 @pytest.mark.parametrize("inner", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("max_stall_ms", [0.0, math.inf])
+@pytest.mark.parametrize(("limit", "value"), [("_TOGETHER", 4), ("_PART_BYTES", 1 << 14)])
 def test_a_graph_of_many_layers_has_several_operators(
-    monkeypatch: pytest.MonkeyPatch, inner: str, max_stall_ms: float
+    monkeypatch: pytest.MonkeyPatch, inner: str, max_stall_ms: float, limit: str, value: int
 ) -> None:
-    monkeypatch.setattr(placement, "_TOGETHER", 4)
+    monkeypatch.setattr(placement, limit, value)
     hook = aot_hooks.offload(0, rates=RATES, across_graphs=True, max_stall_ms=max_stall_ms)
     torch.manual_seed(0)
     plain = nn.Sequential(*(Block() for _ in range(6)))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from aot_hooks.offloading import steps
+from aot_hooks.offloading import step_plan, steps
 from aot_hooks.offloading.step_plan import Event, StepPlan, Terms, graph_count, plan_step
 
 TERMS = Terms(1 << 30, 0.0, None)
@@ -80,6 +80,18 @@ def test_small_tensors_are_sent_where_they_would_be_held_at_the_peak() -> None:
     assert only_large.sent_bytes > 0.95 * plan.sent_bytes
     assert only_large.held_bytes[1] + count * sum(sizes[1:]) > 1.2 * plan.held_bytes[1]
     assert plan.sends[:4] == (True,) * 4 and plan.sends[-4:] == (False,) * 4
+
+
+def test_small_tensors_are_sent_if_others_hold_more_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them more is sent, but each layer keeps its small tensor to the end."""
+    trace: list[Event] = [("start", (1000, 60), TERMS)] * 14
+    trace += [("reload", (2 * i, 2 * i + 1)) for i in reversed(range(14))]
+    at_ms = [1.0 * i for i in range(14)] + [14 + 2.0 * i for i in range(14)]
+    plan = plan_step(trace, at_ms, 1e6, 1e6)
+    assert (plan.sent_bytes, plan.held_bytes) == (12780, (3180, 2120))
+    monkeypatch.setattr(step_plan, "_SMALL", 0.2)
+    larger = plan_step(trace, at_ms, 1e6, 1e6)
+    assert (larger.sent_bytes, larger.held_bytes) == (13000, (3840, 2840))
 
 
 def test_held_bytes_are_those_from_each_event_to_the_next() -> None:
