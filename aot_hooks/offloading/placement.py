@@ -217,7 +217,7 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
         for part in _parts(found, place_of, terms.in_flight_bytes):
             groups.append((part, device, limit, terms))
     groups.sort(key=lambda group: place_of(group[0][-1]))
-    for i, (found, device, limit, terms) in enumerate(groups):
+    for i, (found, device, limit, terms) in reversed([*enumerate(groups)]):  # of two behind one node the first is first
         terms = replace(terms, ends_graph=i == len(groups) - 1)
         _cross_together(fw, bw, place_of(found[-1]), found, device, limit, terms)
     for gm in (fw, bw):
@@ -229,7 +229,8 @@ def _parts(pairs: _Pairs, place_of: Callable[[tuple[Node, Node]], Node], most_by
     """`pairs`, which are in the order of their places, in one part for each operator.
 
     At most `_TOGETHER` are a part, and of at most `most_bytes` if they are more than one. Copies of a large layer begin
-    and end while it runs: a part of `_PART_BYTES` has no pairs of later places.
+    and end while it runs: a part of `_PART_BYTES` has no pairs of later places. Symbolic sizes count as they were when
+    the graph was compiled.
     """
     parts: list[_Pairs] = [[]]
     nbytes = 0

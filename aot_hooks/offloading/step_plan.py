@@ -18,9 +18,7 @@ from typing import Any
 
 from .schedule import LINK, Item, Limits, schedule
 
-_SMALL = (
-    0.02  # of the bytes that are sent: for less, no small tensors are sent, which take the host as long as large ones
-)
+_SMALL = 0.02  # of the bytes that are sent: for less, small tensors stay, which take the host as long as large ones
 _SIZES = 4  # how many least sizes are tried for that
 
 Event = tuple[Any, ...]  # of an operator: ("start", the bytes of its tensors, Terms) or ("reload", their items)
@@ -57,10 +55,12 @@ class StepPlan:
 
     Attributes:
         sends: for each item, whether it is sent.
-        actions: by event, what to do before it.
+        actions: by event, what to do before it. A join may name an item that starts in that event: its copy out is then
+            waited for as soon as it has started.
         graph_count: how many calls of graphs send or could send.
         nbytes, sent_bytes: bytes that could be sent in the step, and those that are.
-        held_bytes: the most of them that are on the device at once, in the forward and in the backward.
+        held_bytes: the most of them that are on the device at once, in the forward and in the backward, if nothing is
+            kept for a second backward.
         forward_ms, backward_ms: from the first event to the first reload, and from there to the last.
         allowed_ms: how much longer the step may get by the limits of its hooks.
         to_host: the speed of copies out that the plan counts on, in bytes a second.

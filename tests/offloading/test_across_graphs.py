@@ -127,6 +127,20 @@ def test_a_graph_of_many_layers_has_several_operators(
     assert aot_hooks.offload_stats()["step_graph_count"] == 1
 
 
+def test_the_last_operator_of_a_graph_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_TOGETHER", 1)
+    w0, w1 = (torch.randn(16, 16, requires_grad=True) for _ in range(2))
+
+    def both_last_read_by_one_node(x: torch.Tensor) -> torch.Tensor:
+        return (torch.atan2(x @ w0, x @ w1) * 1).sum()
+
+    run = torch.compile(both_last_read_by_one_node, backend="aot_hooks", options={"inner": "aten", "policy": HOOK})
+    run(torch.randn(4, 16)).backward()
+    steps = at_run_time.steps_of(torch.device("cpu"))
+    ends = [event[2].ends_graph for event in steps._trace if event[0] == "start"]
+    assert ends == [False, True]
+
+
 class Saturating(nn.Module):
     """Saves its input and its output, whose memory the program has."""
 
