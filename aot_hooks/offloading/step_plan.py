@@ -8,18 +8,19 @@ A pure function of a trace and its times: steps.py records these, and follows th
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .schedule import LINK, Item, Limits, schedule
 
-_SMALL = 0.02  # of the bytes that are sent: for less, small tensors stay, which take the host as long as large ones
-_SIZES = 4  # how many least sizes are tried for that
+_SMALL = (
+    0.02  # of the bytes that are sent: up to this sum the smallest stay. Each takes the host as long as a large one
+)
 
 Event = tuple[Any, ...]  # of an operator: ("start", the bytes of its tensors, Terms) or ("reload", their items)
 Action = tuple[str, int]  # "join" (wait for the copy out) or "fetch" (start the copy back), and the item
@@ -91,9 +92,8 @@ def bytes_of(trace: Sequence[Event]) -> int:
 def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to_device: float) -> StepPlan:
     """Plan a step whose events ran `at_ms`. `to_host`, `to_device`: bytes a second over the link.
 
-    Sends items in the order in which they start, as long as compute hides the copies. Only the largest of them are sent
-    if that sends and holds the same, up to 2% of the bytes that are sent. Items that start after the first reload stay
-    on the device.
+    Sends items in the order in which they start, as long as compute hides the copies. The smallest of them stay, up to
+    2% of the bytes that are sent, and so do items that start after the first reload.
     """
     starts = [(i, nbytes, event[2]) for i, event in enumerate(trace) if event[0] == "start" for nbytes in event[1]]
     reloads = {n: i for i, event in reversed([*enumerate(trace)]) if event[0] == "reload" for n in event[1]}
@@ -136,15 +136,11 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
         )
 
     plan = plan_larger(0)
-    small = _SMALL * plan.sent_bytes
-    sizes = sorted({item.nbytes for item in items}, reverse=True)
-    large = [n for n in sizes if sum(item.nbytes for item in items if item.nbytes >= n) >= plan.sent_bytes - small]
-    for size in large[:: -(-len(large) // _SIZES) or 1] if math.isfinite(allowed_ms) else ():
-        larger = plan_larger(size)
-        most = (held + small for held in plan.held_bytes)
-        if larger.sent_bytes >= plan.sent_bytes - small and all(map(operator.le, larger.held_bytes, most)):
-            return larger
-    return plan
+    if not math.isfinite(allowed_ms):
+        return plan
+    sizes = sorted(item.nbytes for item in items)
+    small = bisect.bisect(list(itertools.accumulate(sizes)), _SMALL * plan.sent_bytes)
+    return plan_larger(sizes[small]) if 0 < small < len(sizes) else plan
 
 
 def _held_bytes(

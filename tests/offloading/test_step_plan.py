@@ -94,6 +94,22 @@ def test_small_tensors_are_sent_if_others_hold_more_without_them(monkeypatch: py
     assert (larger.sent_bytes, larger.held_bytes) == (13000, (3840, 2840))
 
 
+def test_early_layers_are_sent_whole_for_the_peak_may_be_in_the_middle_of_the_backward() -> None:
+    """Gradients and gathered parameters come to what is held from the second layer on, which a plan does not know."""
+    parts = ((8, 16, 64, 32, 1), (64, 112, 112))  # MiB, as a Llama layer saves them
+    count, each = 16, sum(map(len, parts))
+    trace: list[Event] = [("start", tuple(mib << 20 for mib in part), TERMS) for _ in range(count) for part in parts]
+    for layer in reversed(range(count)):
+        first = each * layer
+        trace += [("reload", tuple(range(first + 5, first + 8))), ("reload", tuple(range(first, first + 5)))]
+    at_ms = [3.6 * i for i in range(2 * count)] + [115 + 7.3 * i for i in range(2 * count)]
+    plan = plan_step(trace, at_ms, 50e9, 50e9)
+    assert plan.sent_bytes < 0.9 * plan.nbytes
+    sizes = [nbytes for event in trace[: 2 * count] for nbytes in event[1]]
+    stay = [nbytes for nbytes, sends in zip(sizes[: each * 8], plan.sends, strict=False) if not sends]
+    assert sum(stay) <= 0.02 * plan.sent_bytes
+
+
 def test_held_bytes_are_those_from_each_event_to_the_next() -> None:
     trace = layers(6, 1000)
     plan = plan_step(trace, [*range(0, 24, 2)], 1e6, 1e6)
