@@ -47,6 +47,7 @@ from .passes.snapshots import save_what_was_read
 from .passes.units import Trace
 from .planning import many, measured
 from .planning.budget import Budget, fitted
+from .planning.kernels import split_and_hold
 from .planning.recorded import Version
 from .planning.sizes import NO_SIZES, Sizes, guarded
 from .planning.within import partition_within
@@ -231,9 +232,7 @@ def _compile_graph(
     def compiled_with(gm: GraphModule, hooks: _InForce, graph: records.Graph) -> _Compiled:
         compilation = cudagraphs.compilation(capture) if capture is not None else None
         donated: list[bool] = []
-        partition = planning_partition(
-            hooks, options.inner, graph.plans, paths, donated, live=live, at_run_time=at_run_time
-        )
+        partition = planning_partition(hooks, options, graph.plans, paths, donated, live=live, at_run_time=at_run_time)
 
         def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
             def before_each_graph() -> None:
@@ -391,7 +390,7 @@ def _compile(
 
 def planning_partition(
     hooks: _InForce,
-    inner: str,
+    options: Options,
     plans: list[Plan],
     paths: Mapping[str, str],
     donated: list[bool],
@@ -418,7 +417,7 @@ def planning_partition(
         if nested and any(s.scope == "no_static" for s in hooks.settings):
             # torch doesn't say which inputs are parameters, and the graph around it decides
             static = tuple(range(len(joint.graph.find_nodes(op="placeholder"))))
-        fused, number = inner == "inductor", len(donated)
+        fused, number = options.inner == "inductor", len(donated)
         outputs: dict[str, Any] = {"num_fwd_outputs": kwargs["num_fwd_outputs"], "roots": paths}
         parts = outputs | {"static_inputs": static}
 
@@ -448,6 +447,8 @@ def planning_partition(
         before = live_bytes(fw, bw, fused=fused, **outputs) if live else ()
         before_ms = step_ms(fw, bw, fused, launched=at_run_time) if live else 0.0
         plan = rewritten(fw, bw, hooks.setting)
+        if fused and options.recompute_pointwise and hooks.settings:
+            split_and_hold(fw, bw, **outputs)
         if live:
             after_ms = step_ms(fw, bw, fused, transfers.COPIES, plan.transfers, launched=at_run_time)
             after = live_bytes(fw, bw, fused=fused, **outputs)
@@ -477,7 +478,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     plans: list[Plan] = []
     at_run_time = not options.cudagraphs and not inductor.copies_are_static(options.inductor or {})
     hooks = _in_force(gm, inputs, options, None)
-    partition = planning_partition(hooks, options.inner, plans, roots(), [], live=True, at_run_time=at_run_time)
+    partition = planning_partition(hooks, options, plans, roots(), [], live=True, at_run_time=at_run_time)
     rule = None if hooks.setting is None else hooks.setting.rule
     again = aot.recomputing_pointwise(options.recompute_pointwise and not isinstance(rule, Budget))
     with again, autograd.covered_hooks(), without_autograd_cache():

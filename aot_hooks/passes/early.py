@@ -1,12 +1,9 @@
-"""Values that are computed early, so that less is alive: in the forward for the backward, and in the backward.
+"""Values that the forward computes early for the backward, so that less is alive.
 
       left alone    y = relu(x)   ...many layers...   mask = y <= 0    return z, mask      x lives to the end
       moved         y = relu(x)   mask = y <= 0   ...many layers...    return z, mask      only the mask does
 
 A partitioner leaves such nodes at the end of the forward, and Inductor fuses no nodes that are far apart.
-
-      fused         d = mm(g, w)   h, d_up, d_gate = f(gate, up, d)   mm(g, h)             all four are alive at once
-      apart         h = f(gate, up)   mm(g, h)   d = mm(g, w)   d_up, d_gate = f(gate, up, d)
 """
 
 from __future__ import annotations
@@ -17,11 +14,8 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import results_of
 
-from ..graphs.lifetimes import Kernels, fuses, last_readers, on_cuda, written_storages
-from ..graphs.nodes import input_storages, is_view, output_storages, storage_bytes, storage_of, storages
-from ..graphs.roofline import has_formula
-from ..torch_private import aot
-from ..torch_private.inductor_fusion import FROM_HOOK, mark_alone
+from ..graphs.lifetimes import Kernels, fuses, last_readers, written_storages
+from ..graphs.nodes import input_storages, is_view, output_storages, storage_of
 
 
 def compute_early(fw: GraphModule, num_fwd_outputs: int) -> None:
@@ -74,33 +68,3 @@ def _computed_for(node: Node) -> set[Node]:
                 chain.add(source)
                 stack.append(source)
     return chain
-
-
-def compute_apart(bw: GraphModule) -> None:
-    """Let Inductor fuse no value that the backward computes again for a weight's gradient with several other gradients.
-
-    Such a value stands just before its product. In one kernel with gradients, which come later and read the same
-    tensors, it is alive beside all of them: in the backward of a gated block 5.3 instead of 4.4 of its widest tensors,
-    in generated code. Values beside a single gradient are left: some blocks would gain, others lose the kernel that
-    writes over an input. CUDA only. There are such values with `recompute_pointwise` or checkpoints.
-    """
-    nodes = list(bw.graph.nodes)
-    gradients: set[Node] = set()  # and all else that is computed from the backward's tangents
-    for node in nodes:
-        if aot.is_tangent(node) or not gradients.isdisjoint(node.all_input_nodes):
-            gradients.add(node)
-    for_products = storages(
-        n for node in nodes if node in gradients and has_formula(node) for n in node.all_input_nodes
-    )
-    pointwise = [n for n in nodes if fuses(n) and not is_view(n)]
-    again = [n for n in pointwise if n not in gradients and FROM_HOOK not in n.meta and storage_of(n) in for_products]
-    if not again or not on_cuda(again):
-        return
-    written = written_storages(nodes, fuse_loops=True) | output_storages(bw.graph) | input_storages(bw.graph)
-    reads = Kernels.of(nodes, written).reads
-    late = [n for n in pointwise if n in gradients and storage_of(n) in written]
-    for node in again:
-        size = storage_bytes(node.meta["val"])
-        beside = [n for n in late if storage_bytes(n.meta["val"]) == size and set(reads[n]) & set(reads[node])]
-        if len(beside) > 1:
-            mark_alone([node], f"again {node.name}")

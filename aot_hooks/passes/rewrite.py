@@ -28,7 +28,6 @@ from ..torch_private.inductor_fusion import WRITTEN
 from ..torch_private.values import hint
 from .answers import ANSWERS, add_answers
 from .dedup_copies import dedup_copies
-from .early import compute_apart
 from .edits import log, show
 from .inline import inline, lift_constants
 from .plan import UNCOPIED, Choice, Decision, Plan, decide
@@ -82,8 +81,6 @@ def rewrite(
                 lift_constants(gm)
                 if torch.Tag.nondeterministic_seeded in tags:
                     inductor.replace_random(gm)
-            if trace is None:  # a budget decides itself what is fused
-                compute_apart(bw)
             for mask in filter(is_packed_alone, random_masks(fw.graph.nodes)):
                 mask.meta[WRITTEN] = True
         choices, units, transfers = _place_transfers(

@@ -28,13 +28,35 @@ from ..graphs.lifetimes import (
     last_readers,
     late_products,
     lifetimes,
+    on_cuda,
     written_storages,
 )
 from ..graphs.nodes import input_storages, is_view, output_storages, storage_bytes, storage_of
 from ..graphs.roofline import has_formula, is_attention, workspace_bytes
 from ..passes.edits import call, with_inputs
-from ..passes.live_bytes import LivePoint
+from ..passes.live_bytes import LivePoint, live_bytes
 from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK, WRITTEN, mark_alone
+
+
+def split_and_hold(fw: GraphModule, bw: GraphModule, **of_outputs: Any) -> None:
+    """Split the kernels of the backward where it holds most, and have Inductor fuse nothing else that holds more.
+
+    In place. It is for a backward that computes values again: fused with gradients that come later, and read the same
+    tensors, such a value is alive beside all of them. `of_outputs` are the arguments of `live_bytes`.
+    """
+    if not on_cuda(bw.graph.nodes):
+        return
+
+    def points() -> list[LivePoint]:
+        return [p for p in live_bytes(fw, bw, fused=True, planned=True, **of_outputs) if p.phase == "backward"]
+
+    unpack_early(bw)
+    split_kernels(bw)
+    live = points()
+    if join_kernels(bw, live, max(point.live_bytes for point in live)):
+        live = points()
+    write_when_made(bw)
+    hold_kernels(bw, live, max(point.live_bytes for point in live))
 
 
 def multiply_early(gm: GraphModule) -> None:

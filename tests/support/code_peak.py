@@ -146,7 +146,9 @@ def on_cuda(gm: GraphModule) -> None:
     gm.recompile()
 
 
-def compiled(model: nn.Module, x: torch.Tensor, policy: Any) -> tuple[list[tuple[str, str, int]], list[aot_hooks.Plan]]:
+def compiled(
+    model: nn.Module, x: torch.Tensor, policy: Any, **options: Any
+) -> tuple[list[tuple[str, str, int]], list[aot_hooks.Plan]]:
     """The phase of each graph, its code, and the kernels that a plan counts; and the plans."""
     codes: list[tuple[str, str, int]] = []
     counted = 0
@@ -165,7 +167,7 @@ def compiled(model: nn.Module, x: torch.Tensor, policy: Any) -> tuple[list[tuple
         codes.append(("backward" if graph.is_backward else "forward", str(graph.codegen()[0].value), counted))
         return types.SimpleNamespace(call=lambda _: None, __file__="")
 
-    compiled = torch.compile(model, backend="aot_hooks", options={"policy": policy})
+    compiled = torch.compile(model, backend="aot_hooks", options={"policy": policy, **options})
     with (
         mock.patch.object(backend, "partition_within", partition),
         mock.patch.object(compile_fx, "compile_fx_inner", compile_inner),

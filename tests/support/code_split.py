@@ -1,6 +1,6 @@
-"""What the backward of a gated block holds with what it computes again for products in kernels of its own, and without.
+"""What the backward of a gated block holds with `recompute_pointwise`, with its kernels split and held, and without.
 
-    python tests/support/code_apart.py      prints both peaks, as multiples of the widest tensor
+    python tests/support/code_split.py      prints both peaks, as multiples of the widest tensor
 
 CUDA code, generated without a GPU. In a process of its own, because torch keeps what it found of devices.
 """
@@ -8,6 +8,7 @@ CUDA code, generated without a GPU. In a process of its own, because torch keeps
 from __future__ import annotations
 
 import json
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,7 +16,11 @@ from code_order import codes_of
 from code_peak import Block, peak_of, pretend_cuda
 
 import aot_hooks
-from aot_hooks.passes import rewrite
+from aot_hooks import backend
+
+
+def as_inductor_likes(*_graphs: Any, **_of_outputs: Any) -> None:
+    """In place of `split_and_hold`."""
 
 
 def main() -> None:
@@ -24,9 +29,9 @@ def main() -> None:
     x = torch.randn(tokens, width, dtype=torch.bfloat16, requires_grad=True)
     pretend_cuda()
     found = []
-    for in_force in (rewrite.compute_apart, lambda _bw: None):
+    for in_force in (backend.split_and_hold, as_inductor_likes):
         torch._dynamo.reset()
-        with mock.patch.object(rewrite, "compute_apart", in_force):
+        with mock.patch.object(backend, "split_and_hold", in_force):
             code = codes_of(model, x, aot_hooks.float8())["backward"]
         found.append(peak_of(code) / (tokens * 3 * width * 2))
     print(json.dumps(found))
