@@ -31,11 +31,13 @@ from ..graphs.lifetimes import (
     on_cuda,
     written_storages,
 )
-from ..graphs.nodes import input_storages, is_view, output_storages, storage_bytes, storage_of
+from ..graphs.nodes import input_storages, is_view, output_storages, storage_bytes, storage_of, storages
 from ..graphs.roofline import has_formula, is_attention, workspace_bytes
 from ..passes.edits import call, with_inputs
 from ..passes.live_bytes import LivePoint, live_bytes
 from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK, WRITTEN, mark_alone
+
+_EARLY = "aot_hooks_early"  # in the `meta` of a split node, the name of that whose kernel would compute it
 
 
 def split_and_hold(fw: GraphModule, bw: GraphModule, **of_outputs: Any) -> None:
@@ -112,9 +114,11 @@ def unpack_early(gm: GraphModule) -> None:
 
 
 def split_kernels(gm: GraphModule) -> None:
-    """Split each kernel whose second part then takes an input's memory, in place.
+    """Split kernels so that less is alive, in place.
 
-    The nodes of the second part move to the end of the first.
+    - A second part that then takes an input's memory moves to the end of the first.
+    - A part that stands behind a later product stays there, if what it reads is alive until then anyway. In one kernel
+      with what stands earlier and reads the same it would be computed there.
     """
     nodes = list(gm.graph.nodes)
     inputs, outputs = input_storages(gm.graph), output_storages(gm.graph)
@@ -142,6 +146,13 @@ def split_kernels(gm: GraphModule) -> None:
         taken_over = (first[key][2].meta["val"] for key in read_last)
         if any(v.dtype == value.dtype and storage_bytes(v) == storage_bytes(value) for v in taken_over):
             _move_behind(node, anchor, counted)
+    products = list(itertools.accumulate(has_formula(n) or is_attention(n) for n in nodes))
+    free = storages(node for node in gm.graph.find_nodes(op="placeholder") if node.name.startswith("primals"))
+    for own, node in enumerate(nodes):
+        early = first[key][0] if (key := storage_of(node)) in first and first[key][2] is node else own
+        if fuses(node) and SPLIT not in node.meta and products[early] < products[own]:
+            if all(key in free or last[key] >= own for key in kernels.reads[node]):
+                node.meta[SPLIT], node.meta[_EARLY] = node.name, nodes[early].name
     gm.graph.lint()
     gm.recompile()
 
@@ -151,12 +162,18 @@ def join_kernels(gm: GraphModule, live: Sequence[LivePoint], most: float) -> boo
 
     `live` are the points of `gm`.
     """
-    alive = {point.node: point.live_bytes for point in live}
-    split = [n for n in gm.graph.nodes if n.meta.get(SPLIT) == n.name]
-    joined = {n.name for n in split if alive[n.name] + storage_bytes(n.meta["val"]) <= most}
+    at = {point.node: i for i, point in enumerate(live)}
+    joined: set[str] = set()
+    for node in gm.graph.nodes:
+        if node.meta.get(SPLIT) == node.name:
+            from_on = at[node.meta.get(_EARLY, node.name)]
+            alive = max(point.live_bytes for point in live[from_on : at[node.name] + 1])
+            if alive + storage_bytes(node.meta["val"]) <= most:
+                joined.add(node.name)
     for node in gm.graph.nodes:
         if node.meta.get(SPLIT) in joined:
             del node.meta[SPLIT]
+            node.meta.pop(_EARLY, None)
     return bool(joined)
 
 

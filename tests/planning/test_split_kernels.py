@@ -127,6 +127,34 @@ def test_parts_are_joined_again_where_there_is_room(room, parts):
     assert all(map(torch.equal, gm(*inputs), expected))
 
 
+def computed_again(grad, weight, normed, saved):
+    """Two values for products, the second behind the first product. One kernel could make both from `normed`."""
+    first = normed.sin().t() @ grad
+    second = normed.cos().t() @ (saved @ first)
+    return first, second
+
+
+@pytest.mark.parametrize(("read_later", "parts"), [(True, 1), (False, 0)])
+def test_a_value_is_computed_behind_a_product_if_what_it_reads_lives_until_then(read_later, parts):
+    def function(grad, weight, normed, saved):
+        first, second = computed_again(grad, weight, normed, saved)
+        return (first, second, second @ normed.t()) if read_later else (first, second)
+
+    gm, inputs = traced(function, torch.float32, torch.float32)
+    (late,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
+    expected, before = gm(*inputs), {point.node: point.live_bytes for point in live_points(gm)}
+    split_kernels(gm)
+    assert [n for n in gm.graph.nodes if SPLIT in n.meta] == [late][:parts]
+    after = {point.node: point.live_bytes for point in live_points(gm)}
+    assert before["sin"] - after["sin"] == parts * BYTES
+    assert all(map(torch.equal, gm(*inputs), expected))
+    names = [*after]
+    most = max(after[name] for name in names[names.index("sin") : names.index("cos") + 1])
+    assert not join_kernels(gm, live_points(gm), most + BYTES - 1)
+    assert join_kernels(gm, live_points(gm), most + BYTES) == bool(parts), "there is room from the first kernel on"
+    assert not any(SPLIT in n.meta for n in gm.graph.nodes)
+
+
 def marks(gm):
     return {n.name: n.meta.get(ALONE) or n.meta.get(ALONE_IF_WRITTEN) for n in gm.graph.nodes}
 
