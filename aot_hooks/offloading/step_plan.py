@@ -18,9 +18,8 @@ from typing import Any
 
 from .schedule import LINK, Item, Limits, schedule
 
-_SMALL = (
-    0.02  # of the bytes that are sent: up to this sum the smallest stay. Each takes the host as long as a large one
-)
+# Of the bytes that are sent. Up to this sum the smallest tensors stay: each takes the host as long as a large one.
+_SMALL = 0.02
 
 Event = tuple[Any, ...]  # of an operator: ("start", the bytes of its tensors, Terms) or ("reload", their items)
 Action = tuple[str, int]  # "join" (wait for the copy out) or "fetch" (start the copy back), and the item
@@ -93,7 +92,7 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
     """Plan a step whose events ran `at_ms`. `to_host`, `to_device`: bytes a second over the link.
 
     Sends items in the order in which they start, as long as compute hides the copies. The smallest of them stay, up to
-    2% of the bytes that are sent, and so do items that start after the first reload.
+    2% of the bytes that are sent, if no more than that is held besides. So do items that start after the first reload.
     """
     starts = [(i, nbytes, event[2]) for i, event in enumerate(trace) if event[0] == "start" for nbytes in event[1]]
     reloads = {n: i for i, event in reversed([*enumerate(trace)]) if event[0] == "reload" for n in event[1]}
@@ -136,11 +135,14 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
         )
 
     plan = plan_larger(0)
-    if not math.isfinite(allowed_ms):
-        return plan
     sizes = sorted(item.nbytes for item in items)
-    small = bisect.bisect(list(itertools.accumulate(sizes)), _SMALL * plan.sent_bytes)
-    return plan_larger(sizes[small]) if 0 < small < len(sizes) else plan
+    small_bytes = _SMALL * plan.sent_bytes
+    small = bisect.bisect(list(itertools.accumulate(sizes)), small_bytes)
+    if not math.isfinite(allowed_ms) or not 0 < small < len(sizes):
+        return plan
+    larger = plan_larger(sizes[small])
+    holds_more = any(a > b + small_bytes for a, b in zip(larger.held_bytes, plan.held_bytes, strict=True))
+    return plan if holds_more else larger
 
 
 def _held_bytes(

@@ -1,4 +1,5 @@
-"""Which kernels of a planned backward Inductor may fuse, so that the predicted bytes are those that it takes.
+"""Which kernels of a backward Inductor may fuse, so that it holds little: of one that a budget plans, or that computes
+pointwise results again.
 
       one kernel   d_up, d_gate = f(d, gate, up)         d, d_up and d_gate alive, beside the codes of gate and up
       split        d_up = f(d, gate)                     then d_gate takes the memory of d
@@ -44,7 +45,9 @@ def split_and_hold(fw: GraphModule, bw: GraphModule, **of_outputs: Any) -> None:
     """Split the kernels of the backward where it holds most, and have Inductor fuse nothing else that holds more.
 
     In place. It is for a backward that computes values again: fused with gradients that come later, and read the same
-    tensors, such a value is alive beside all of them. `of_outputs` are the arguments of `live_bytes`.
+    tensors, such a value is alive beside all of them. Values are not marked to be written where they stand, as under a
+    budget: that makes the prediction exact, but where several kernels read a value it may take more.
+    `of_outputs` are the arguments of `live_bytes`.
     """
     if not on_cuda(bw.graph.nodes):
         return
@@ -57,7 +60,6 @@ def split_and_hold(fw: GraphModule, bw: GraphModule, **of_outputs: Any) -> None:
     live = points()
     if join_kernels(bw, live, max(point.live_bytes for point in live)):
         live = points()
-    write_when_made(bw)
     hold_kernels(bw, live, max(point.live_bytes for point in live))
 
 
@@ -163,13 +165,16 @@ def join_kernels(gm: GraphModule, live: Sequence[LivePoint], most: float) -> boo
     `live` are the points of `gm`.
     """
     at = {point.node: i for i, point in enumerate(live)}
+    alive = [point.live_bytes for point in live]
     joined: set[str] = set()
     for node in gm.graph.nodes:
         if node.meta.get(SPLIT) == node.name:
-            from_on = at[node.meta.get(_EARLY, node.name)]
-            alive = max(point.live_bytes for point in live[from_on : at[node.name] + 1])
-            if alive + storage_bytes(node.meta["val"]) <= most:
+            lives = range(at[node.meta.get(_EARLY, node.name)], at[node.name] + 1)
+            nbytes = storage_bytes(node.meta["val"])
+            if max(alive[i] for i in lives) + nbytes <= most:
                 joined.add(node.name)
+                for i in lives:
+                    alive[i] += nbytes
     for node in gm.graph.nodes:
         if node.meta.get(SPLIT) in joined:
             del node.meta[SPLIT]

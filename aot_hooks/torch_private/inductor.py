@@ -35,7 +35,7 @@ PROTOCOLS: Protocols = {
 }
 
 IN_PLANNED_ORDER = {"reorder_for_peak_memory": False}
-"""Inductor settings by which kernels run in the order of the graph: a budget has counted live bytes in that order.
+"""Inductor settings by which kernels run in the order of the graph, in which live bytes were counted to split them.
 
 Inductor's estimate does not know what a kernel writes over. It has moved copies of 128 MiB up into the peak.
 """

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import aot_hooks
-from aot_hooks import errors
+from aot_hooks import backend, errors
 
 ATEN = {"inner": "aten"}
 AGAIN = ATEN | {"recompute_pointwise": True}
@@ -158,3 +158,15 @@ def test_it_is_true_or_false() -> None:
     with pytest.raises(Exception, match=r"'recompute_pointwise'.* must be True or False, got 'norms'") as caught:
         saved_bytes(ATEN | {"recompute_pointwise": "norms"}, None)
     assert isinstance(caught.value.__cause__ or getattr(caught.value, "inner_exception", None), errors.OptionError)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [({"recompute_pointwise": True}, 1), ({}, 0), ({"recompute_pointwise": True, "inner": "aten"}, 0)],
+)
+def test_kernels_are_split_for_inductor_under_the_option_only(monkeypatch, options, count) -> None:
+    split: list[Any] = []
+    monkeypatch.setattr(backend, "split_and_hold", lambda *graphs, **_: split.append(graphs))
+    compiled = torch.compile(model(), backend="aot_hooks", options={"policy": aot_hooks.float8(), **options})
+    aot_hooks.plan(compiled, rows().requires_grad_())
+    assert len(split) == count

@@ -82,8 +82,8 @@ def test_small_tensors_are_sent_where_they_would_be_held_at_the_peak() -> None:
     assert plan.sends[:4] == (True,) * 4 and plan.sends[-4:] == (False,) * 4
 
 
-def test_small_tensors_are_sent_if_others_hold_more_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without them more is sent, but each layer keeps its small tensor to the end."""
+def test_small_tensors_that_are_more_than_two_percent_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they may be more, more is sent in all, but each layer keeps its small tensor to the end."""
     trace: list[Event] = [("start", (1000, 60), TERMS)] * 14
     trace += [("reload", (2 * i, 2 * i + 1)) for i in reversed(range(14))]
     at_ms = [1.0 * i for i in range(14)] + [14 + 2.0 * i for i in range(14)]
@@ -108,6 +108,37 @@ def test_early_layers_are_sent_whole_for_the_peak_may_be_in_the_middle_of_the_ba
     sizes = [nbytes for event in trace[: 2 * count] for nbytes in event[1]]
     stay = [nbytes for nbytes, sends in zip(sizes[: each * 8], plan.sends, strict=False) if not sends]
     assert sum(stay) <= 0.02 * plan.sent_bytes
+
+
+@pytest.mark.parametrize("seed", [428, 504, 811, 968, *range(10)])
+def test_what_stays_as_small_adds_no_more_than_its_own_bytes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the small tensors other copies may end later, so that more is held than what stays."""
+    rng = random.Random(seed)
+    layer_count = rng.randint(2, 24)
+
+    def sizes() -> tuple[int, ...]:
+        return tuple(int(2 ** rng.uniform(0, 8) * 2**20) for _ in range(rng.randint(1, 5)))
+
+    kinds = [[sizes() for _ in range(rng.randint(1, 3))] for _ in range(rng.randint(1, 2))]
+    stall_ms, in_flight = rng.choice([0, 0, 3, 8]), rng.choice([1 << 28, 1 << 30, 1 << 31])
+    terms, now = Terms(in_flight, float(stall_ms), None), 0.0
+    trace: list[Event] = []
+    at_ms: list[float] = []
+    for layer in range(layer_count):
+        for part in kinds[layer % len(kinds)]:
+            trace.append(("start", part, terms))
+            at_ms.append(now := now + rng.uniform(0.5, 6))
+    end = sum(len(part) for _, part, _ in trace)
+    for _, part, _ in reversed(trace[:]):
+        trace.append(("reload", tuple(range(end - len(part), end))))
+        at_ms.append(now)
+        end, now = end - len(part), now + rng.uniform(1, 10)
+    speed = rng.uniform(20e9, 60e9)
+    plan = plan_step(trace, at_ms, speed, speed)
+    small = step_plan._SMALL
+    monkeypatch.setattr(step_plan, "_SMALL", 0.0)
+    whole = plan_step(trace, at_ms, speed, speed)
+    assert all(a <= b + small * whole.sent_bytes for a, b in zip(plan.held_bytes, whole.held_bytes, strict=True))
 
 
 def test_held_bytes_are_those_from_each_event_to_the_next() -> None:

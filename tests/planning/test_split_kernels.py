@@ -155,6 +155,43 @@ def test_a_value_is_computed_behind_a_product_if_what_it_reads_lives_until_then(
     assert not any(SPLIT in n.meta for n in gm.graph.nodes)
 
 
+def test_what_reads_a_forward_input_is_computed_behind_a_product_too():
+    def function(grad, weight, primals, saved):
+        return computed_again(grad, weight, primals, saved)
+
+    gm, _ = traced(function, torch.float32, torch.float32)
+    split_kernels(gm)
+    assert [n.target for n in gm.graph.nodes if SPLIT in n.meta] == [torch.ops.aten.cos.default]
+
+
+def test_two_values_without_a_product_between_stay_in_one_kernel():
+    def function(grad, weight, normed, saved):
+        first, second = normed.sin(), normed.cos()
+        return first.t() @ grad, second.t() @ grad, normed.t() @ saved
+
+    gm, _ = traced(function, torch.float32, torch.float32)
+    split_kernels(gm)
+    assert not any(SPLIT in n.meta for n in gm.graph.nodes)
+
+
+def test_parts_that_are_joined_together_fit_together():
+    def function(grad, weight, normed, saved):
+        d = weight
+        for compute in (torch.sin, torch.cos, torch.sigmoid, torch.tanh):
+            d = compute(normed).t() @ (grad @ d)
+        return d, d @ normed.t()
+
+    gm, inputs = traced(function, torch.float32, torch.float32)
+    expected = gm(*inputs)
+    split_kernels(gm)
+    assert sum(SPLIT in n.meta for n in gm.graph.nodes) == 3
+    most = peak(gm) + BYTES
+    assert join_kernels(gm, live_points(gm), most)
+    assert peak(gm) <= most
+    assert any(SPLIT in n.meta for n in gm.graph.nodes)
+    assert all(map(torch.equal, gm(*inputs), expected))
+
+
 def marks(gm):
     return {n.name: n.meta.get(ALONE) or n.meta.get(ALONE_IF_WRITTEN) for n in gm.graph.nodes}
 
