@@ -214,7 +214,7 @@ def _compile_graph(
             sizes = Sizes.of(gm)
             if (in_steps := many.graph_of(rule, gm, inputs, sizes.hints())) is not None:
                 rule = in_steps.rule(rule, sizes.hints())
-        if (isinstance(rule, Budget) or options.recompute_pointwise) and options.inner == "inductor":
+        if isinstance(rule, Budget) and options.inner == "inductor":
             patches = inductor.IN_PLANNED_ORDER | patches
         if rule != setting.rule:
             hooks = dataclasses.replace(hooks, setting=Setting(rule, setting.scope))

@@ -1,5 +1,4 @@
-"""Which kernels of a backward Inductor may fuse, so that it holds little: of one that a budget plans, or that computes
-pointwise results again.
+"""Decides which kernels Inductor may fuse, so that a graph holds little: with a budget, or with `recompute_pointwise`.
 
       one kernel   d_up, d_gate = f(d, gate, up)         d, d_up and d_gate alive, beside the codes of gate and up
       split        d_up = f(d, gate)                     then d_gate takes the memory of d
@@ -42,18 +41,18 @@ _EARLY = "aot_hooks_early"  # in the `meta` of a split node, the name of that wh
 
 
 def split_and_hold(fw: GraphModule, bw: GraphModule, **of_outputs: Any) -> None:
-    """Split the kernels of the backward where it holds most, and have Inductor fuse nothing else that holds more.
+    """Split the kernels of the backward where it is predicted to hold most, and fix which others may be fused.
 
-    In place. It is for a backward that computes values again: fused with gradients that come later, and read the same
-    tensors, such a value is alive beside all of them. Values are not marked to be written where they stand, as under a
-    budget: that makes the prediction exact, but where several kernels read a value it may take more.
-    `of_outputs` are the arguments of `live_bytes`.
+    In place, on CUDA only. It is for a backward that computes values again. Inductor may fuse such a value with
+    gradients that come later and read the same tensors; then it is alive beside all of them. A budget does more: it
+    also calls `write_when_made`, which makes its prediction exact, but can take more bytes. `of_outputs` are the
+    arguments of `live_bytes`.
     """
     if not on_cuda(bw.graph.nodes):
         return
 
     def points() -> list[LivePoint]:
-        return [p for p in live_bytes(fw, bw, fused=True, planned=True, **of_outputs) if p.phase == "backward"]
+        return [p for p in live_bytes(fw, bw, fused=True, **of_outputs) if p.phase == "backward"]
 
     unpack_early(bw)
     split_kernels(bw)

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from cudagraph.torch_private import compilers
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
-from .inductor_fusion import choices, marks_of, order_pass, pads_no_rows, pass_class
+from .inductor_fusion import choices, is_held, marks_of, order_pass, pads_no_rows, pass_class
 from .inductor_lowering import packed_asm_in_force, register_operators
 from .symbols import needing
 
@@ -132,8 +132,9 @@ def compile_with_hooks(
         compiling()
         # torch's key has a graph's attributes, but not its nodes' meta, where our marks for fusion are
         vars(graph)["_aot_hooks_marks"] = marks_of(graph)
-        config = need("torch._inductor.config").patch({"comprehensive_padding": False} if pads_no_rows(graph) else {})
-        with handler(choices()), packed_asm_in_force(), config:
+        own = {"comprehensive_padding": False} if pads_no_rows(graph) else {}
+        own |= IN_PLANNED_ORDER if is_held(graph) else {}
+        with handler(choices()), packed_asm_in_force(), need("torch._inductor.config").patch(own):
             return inner(graph, *args, **kwargs)
 
     # a buffer that waits for its reuse stays alive: the backward of a transformer block held 0.4 GiB

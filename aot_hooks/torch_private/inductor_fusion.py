@@ -72,6 +72,11 @@ def pads_no_rows(gm: GraphModule) -> bool:
     return any(WRITTEN in n.meta or str(n.target).startswith("aot_hooks.offload_") for n in gm.graph.nodes)
 
 
+def is_held(gm: GraphModule) -> bool:
+    """Whether the kernels of `gm` are decided, see `hold_kernels`. Then they run in the order of the graph."""
+    return any(ALONE_IF_WRITTEN in n.meta for n in gm.graph.nodes)
+
+
 def marks_of(graph: GraphModule) -> str:
     """All marks of a graph's nodes with their positions, as text for cache keys."""
     keys = (ALONE, ALONE_IF_WRITTEN, WRITTEN)

@@ -1,4 +1,4 @@
-"""What the backward of a gated block holds with `recompute_pointwise`, with its kernels split and held, and without.
+"""What the backward of two gated blocks holds with `recompute_pointwise`, with its kernels split and held, and without.
 
     python tests/support/code_split.py      prints both peaks, as multiples of the widest tensor
 
@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from code_order import codes_of
 from code_peak import Block, peak_of, pretend_cuda
+from torch import nn
 
 import aot_hooks
 from aot_hooks import backend
@@ -25,7 +26,7 @@ def as_inductor_likes(*_graphs: Any, **_of_outputs: Any) -> None:
 
 def main() -> None:
     width, tokens = 512, 8192
-    model = Block(width).to(torch.bfloat16)
+    model = nn.Sequential(Block(width), Block(width)).to(torch.bfloat16)
     x = torch.randn(tokens, width, dtype=torch.bfloat16, requires_grad=True)
     pretend_cuda()
     found = []
