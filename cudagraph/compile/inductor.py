@@ -77,7 +77,8 @@ def capture_partitions(
     def capturing(piece: Piece) -> Callable[[Boxed], Boxed]:
         return lambda run: dispatch.capture(dataclasses.replace(piece, run=run), options, driver)
 
-    return compilers.with_partitions(code, list(map(capturing, pieces_of(graph, maps))))
+    run = compilers.with_partitions(code, list(map(capturing, pieces_of(graph, maps))))
+    return dispatch.in_parts(run, graph.device, driver, static_inputs=graph.static_inputs)
 
 
 def pieces_of(graph: Piece, maps: Sequence[compilers.PartitionMap]) -> list[Piece]:

@@ -50,7 +50,8 @@ def callable_of(gm: GraphModule, kind: Kind, options: Options, driver: CaptureDr
             name = f"{kind.name}, part {captured.index(part) + 1} of {len(captured)}"
             run = dispatch.capture(_piece_of(part, name, run, kind, analysis.device), options, driver)
         runs.append(run)
-    return assemble(gm, analysis.parts, runs)
+    run = assemble(gm, analysis.parts, runs)
+    return dispatch.in_parts(run, analysis.device, driver, static_inputs=kind.static_inputs)
 
 
 def uncaptured(run: Callable[[list[Any]], Any]) -> Boxed:
@@ -83,7 +84,7 @@ def whole_piece(gm: GraphModule, kind: Kind, device: torch.device, run: Boxed) -
 
 
 def _piece_of(part: Part, name: str, run: Callable[..., Any], kind: Kind, device: torch.device) -> Piece:
-    graph, arguments = part.nodes[0].graph, part.arguments
+    graph, arguments = part.nodes[0].graph, part.inputs
     saved: tuple[int, ...] | None = None if kind.word == "forward" else ()
     if kind.word == "forward" and kind.returned_count is not None:
         saved_nodes = set(results_of(graph)[kind.returned_count :])
@@ -100,8 +101,6 @@ def _piece_of(part: Part, name: str, run: Callable[..., Any], kind: Kind, device
         static_inputs=tuple(sorted(fixed | host_inputs(arguments, device))),
         # Those that an operator writes to, directly or through another view of their memory.
         mutated_inputs=tuple(i for i, n in enumerate(arguments) if n in targets or storages_of(n) & written),
-        written_later=tuple(i for i, node in enumerate(arguments) if node in part.written_later),
-        unread_inputs=tuple(range(len(part.inputs), len(arguments))),
         placeholders=tuple(map(info_of, arguments)),
         output_traces=tuple(map(trace_of, part.outputs)),
         constants=tuple(value for value in constants.values() if isinstance(value, torch.Tensor)),

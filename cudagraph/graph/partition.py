@@ -43,16 +43,6 @@ class Part:
     # sizes of its tensors, because a recording is for one size.
     inputs: tuple[Node, ...] = ()
     outputs: tuple[Node, ...] = ()  # operators of the part that later parts or the graph's output read
-    written_later: tuple[Node, ...] = ()  # inputs of the graph that later parts write to; none for an uncaptured part
-
-    @property
-    def arguments(self) -> tuple[Node, ...]:
-        """The arguments of its call: `inputs` and `written_later`.
-
-        The call may end a step, which copies out outputs of graphs that are still held. An input that is written to
-        later must be an argument, so that the caller's own tensor is moved and not a copy of it.
-        """
-        return (*self.inputs, *(node for node in self.written_later if node not in self.inputs))
 
 
 def split(graph: Graph, colour: Callable[[Node], str], min_kernel_count: int = MIN_KERNEL_COUNT) -> tuple[Part, ...]:
@@ -63,11 +53,10 @@ def split(graph: Graph, colour: Callable[[Node], str], min_kernel_count: int = M
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     colours = {node: colour(node) for node in nodes}
-    memory = _memory(nodes)
     if EAGER not in colours.values():
         captured = CAPTURE in colours.values()
-        return _parts(graph, [(captured, nodes)], colours, memory) if nodes else ()
-    before = _predecessors(nodes, memory)
+        return _parts(graph, [(captured, nodes)], colours) if nodes else ()
+    before = _predecessors(nodes, _memory(nodes))
     while True:
         first = next(colours[n] for n in nodes if colours[n] != FREE)
         tries = [_runs(nodes, colours, before, captured) for captured in (first == CAPTURE, first != CAPTURE)]
@@ -75,7 +64,7 @@ def split(graph: Graph, colour: Callable[[Node], str], min_kernel_count: int = M
         kernels = [[node for node in run if colours[node] == CAPTURE] for captured, run in runs if captured]
         small = [node for run in kernels if len(run) < min_kernel_count for node in run]
         if not small:
-            return _parts(graph, runs, colours, memory)
+            return _parts(graph, runs, colours)
         colours.update(dict.fromkeys(small, EAGER))
 
 
@@ -154,14 +143,10 @@ def _runs(nodes: Sequence[Node], colours: dict[Node, str], before: dict[Node, se
     return runs
 
 
-def _parts(
-    graph: Graph, runs: Sequence[Run], colours: dict[Node, str], memory: dict[Node, set[Any]]
-) -> tuple[Part, ...]:
-    placeholders = graph.find_nodes(op="placeholder")
-    sizes = {symbol: node for node in placeholders for symbol in torch_cuda.symbol_of(value_of(node))}
-    written: set[Any] = set()  # by later parts
+def _parts(graph: Graph, runs: Sequence[Run], colours: dict[Node, str]) -> tuple[Part, ...]:
+    sizes = {s: node for node in graph.find_nodes(op="placeholder") for s in torch_cuda.symbol_of(value_of(node))}
     parts = []
-    for captured, run in reversed(runs):
+    for captured, run in runs:
         inside = set(run)
         inputs = {n: None for node in run for n in node.all_input_nodes if n not in inside and n.op != "get_attr"}
         if captured and sizes:
@@ -173,18 +158,16 @@ def _parts(
             nodes=tuple(run),
             inputs=tuple(inputs),
             outputs=tuple(node for node in run if any(user not in inside for user in node.users)),
-            written_later=tuple(n for n in placeholders if captured and not written.isdisjoint(memory.get(n, ()))),
         )
         parts.append(part)
-        written.update(*(memory[target] for node in run for target in written_nodes(node)))
-    return tuple(reversed(parts))
+    return tuple(parts)
 
 
 def part_module(gm: GraphModule, part: Part) -> GraphModule:
     """`part` of `gm` as a graph of its own, which takes a list of arguments, empties it, and returns the outputs."""
     graph = Graph()
     copies: dict[Node, Node] = {}
-    for node in part.arguments:
+    for node in part.inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in part.nodes:
@@ -225,7 +208,7 @@ def assemble(
 
     last_use: dict[Node, int] = {}
     for i, part in enumerate(parts):
-        last_use.update(dict.fromkeys((*part.arguments, *part.outputs), i))
+        last_use.update(dict.fromkeys((*part.inputs, *part.outputs), i))
     last_use.update({node: len(parts) for node in results if isinstance(node, Node)})
 
     lines = ["def run(args):", f"    [{listed(placeholders)}] = args", "    args.clear()"]
@@ -233,8 +216,8 @@ def assemble(
     if unread:
         lines.append(f"    del {listed(unread)}")
     for i, part in enumerate(parts):
-        lines.append(f"    args_{i} = [{listed(part.arguments)}]")
-        dead = [node for node in part.arguments if last_use[node] == i]
+        lines.append(f"    args_{i} = [{listed(part.inputs)}]")
+        dead = [node for node in part.inputs if last_use[node] == i]
         if dead:
             lines.append(f"    del {listed(dead)}")
         what = f"{'captured' if part.captured else 'as it is'}: {part.kernel_count} operators"

@@ -34,7 +34,6 @@ class Piece:
     # Inputs whose address should not change: parameters, buffers. Outputs of other pieces are found at run time.
     static_inputs: tuple[int, ...] = ()
     mutated_inputs: tuple[int, ...] = ()  # those that `run` writes to
-    written_later: tuple[int, ...] = ()  # those that another part of the same graph writes to after this one
     unread_inputs: tuple[int, ...] = ()
     reusable_inputs: tuple[int, ...] = ()  # intermediates of the same graph, whose memory `run` may use for an output
     placeholders: tuple[PlaceholderInfo, ...] = ()  # one for each input, or none

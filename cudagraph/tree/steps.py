@@ -36,6 +36,7 @@ class Call:
     is_marked: bool  # the thread marks its steps
     in_one_call: bool  # the last graph ran in the same call of a compiled function, which has graph breaks
     can_move: Callable[[Slot], bool]  # whether the tensors on a slot can be copied out
+    also_read: frozenset[Slot] = frozenset()  # by other parts of the same cut graph, after this one
 
 
 def next_of(call: Call) -> Next:
@@ -56,6 +57,7 @@ def next_of(call: Call) -> Next:
     `function` did not run in this step                                           goes on
     a forward waits for its backward, or a backward runs                          goes on
     the call writes to memory that was given out                                  goes on
+    a later part of the graph reads memory that can't be copied out a second time goes on
     one call of a compiled function ran the last graph too (it has graph breaks)  goes on *
     the call reads memory that can't be copied out a second time (torch < 2.13)   goes on *
     the call reads another function's output, and more of those are held          reads on *
@@ -100,10 +102,10 @@ def next_of(call: Call) -> Next:
     on_path = on_slots(inputs, node.live)
     if any(i in on_path for i in function.piece.mutated_inputs):
         return Next.GOES_ON
-    if any(i in on_path and not call.can_move(on_path[i]) for i in function.piece.written_later):
+    if not all(map(call.can_move, call.also_read.intersection(node.live))):
         return Next.GOES_ON
     own = {slot for recording in ran for slot in recording.slots}
-    read = set(on_path.values())
+    read = {*on_path.values(), *call.also_read.intersection(node.live)}
     others = [slot for slot in held(node.live) if slot not in read and not slot.copies]
     if sum(_on_same_parameters(recording, inputs) for recording in ran) < REPEATS:
         if call.in_one_call or not all(map(call.can_move, read)):

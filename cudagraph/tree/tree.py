@@ -82,6 +82,7 @@ class Tree(Cursor):
         self.marks: int | None = marks  # the thread's count of marks at the last call; None makes the next call `mark`
         self.last_mark = marks  # the same count, but never None: a higher one means that there was a mark
         self.is_marked = False  # the thread marks its steps, so they don't begin by themselves
+        self.also_read: frozenset[Slot] = frozenset()  # inputs of the cut graph that runs: parts of it may read them
         self.calling: Any = None  # generation of the last call, the same for all graphs of one compiled call
         self.functions: set[Function] = set()  # those whose callable is alive
         self.warmup = Warmup(driver, device)
@@ -125,7 +126,8 @@ class Tree(Cursor):
         came_from = self.path_end
         generation = function.call_counter.generation
         in_one_call, self.calling = self.calling == generation, generation
-        call = Call(function, inputs, came_from, self.uncaptured, self.is_marked, in_one_call, self.can_move)
+        step = self.uncaptured
+        call = Call(function, inputs, came_from, step, self.is_marked, in_one_call, self.can_move, self.also_read)
         then = next_of(call)
         if then is Next.BEGINS:
             self.end_step(inputs)
@@ -369,7 +371,7 @@ class Tree(Cursor):
     def _release_held_outputs(self, slots: list[Slot], inputs: list[Any]) -> None:
         """Copy out the tensors on `slots`, whose memory is about to be reused, or make reading them an error."""
         by_input = on_slots(inputs, slots)
-        read = set(by_input.values())  # this call reads them or writes to them, whatever becomes of the others
+        read = {*by_input.values(), *self.also_read}  # by this call, whatever becomes of the others
         wanted = [slot for slot in slots if slot.copies or slot in read]
         moving = [slot for slot in wanted if self.can_move(slot)]
         self.driver.copy_out([slot.storage for slot in moving])

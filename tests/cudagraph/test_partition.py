@@ -26,7 +26,7 @@ def run_parts(gm: GraphModule, colour, min_kernel_count: int = 1):
         module = part_module(gm, part)
 
         def run(args, forward=module.forward, part=part):
-            assert len(args) == len(part.arguments)
+            assert len(args) == len(part.inputs)
             outputs = forward(args)
             assert args == [] and len(outputs) == len(part.outputs)
             return outputs

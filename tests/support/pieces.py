@@ -55,7 +55,7 @@ def blockers(gm: GraphModule, device: torch.device) -> tuple[Blocker, ...]:
     return tuple(blocker_of(node, reason) for node in gm.graph.nodes if (reason := reason_against(node, device)))
 
 
-@dataclass
+@dataclass(eq=False)
 class Noted:
     """A driver that captures nothing, for graphs on the CPU."""
 
