@@ -47,7 +47,7 @@ def layouts_of(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _offload_together(
-    tensors: Sequence[torch.Tensor], limit: int, terms: str, carried: Sequence[int]
+    tensors: Sequence[torch.Tensor], limit: int, terms: Sequence[float], carried: Sequence[int]
 ) -> list[torch.Tensor]:
     device, most = tensors[0].device, None if limit == NO_LIMIT else limit
     kept = _in_own_memory([x.contiguous() for x in tensors])
@@ -58,7 +58,7 @@ def _offload_together(
     if captured:  # a replay belongs to no step
         entries = [steps.Entry(False) for _ in kept]
     else:
-        entries, actions = steps_of(device).start([x.nbytes for x in kept], Terms.parse(terms))
+        entries, actions = steps_of(device).start([x.nbytes for x in kept], Terms(*terms))
     _entries[ticket.data_ptr()] = entries
     weakref.finalize(memory, _release, ticket.data_ptr(), device).atexit = False  # if something below raises, too
     _carry_out(actions, device)
@@ -217,7 +217,7 @@ def _times(device: torch.device, runs: list[list[Any]]) -> list[list[float]] | N
 def _plan(device: torch.device, trace: tuple[Event, ...], at_ms: Sequence[float], share: float) -> StepPlan:
     """The plan for a step whose events run `at_ms`, on a link with `share` of its speed."""
     rates = measured_rates(device)
-    links = (event[2].link for event in trace if event[0] == "start" and event[2].link is not None)
+    links = (event[2][2:4] for event in trace if event[0] == "start" and event[2].to_host)
     to_host, to_device = next(links, (rates.to_host, rates.to_device))
     plan = plan_step(trace, at_ms, share * to_host, share * to_device)
     if not plan.sent_bytes and share == 1.0:
@@ -235,7 +235,7 @@ def _plan(device: torch.device, trace: tuple[Event, ...], at_ms: Sequence[float]
 
 
 def _fake_offload(
-    tensors: Sequence[torch.Tensor], limit: int, terms: str, carried: Sequence[int]
+    tensors: Sequence[torch.Tensor], limit: int, terms: Sequence[float], carried: Sequence[int]
 ) -> list[torch.Tensor]:
     return [fake_ticket(), *(torch.empty((), device="cpu").expand(tensors[i].shape) for i in carried)]
 
@@ -253,7 +253,7 @@ def _fake_reload(
 
 
 offload_together = define(
-    "offload_together(Tensor[] tensors, int limit, str terms, int[] carried) -> Tensor[]",
+    "offload_together(Tensor[] tensors, int limit, float[] terms, int[] carried) -> Tensor[]",
     _offload_together,
     _fake_offload,
 )

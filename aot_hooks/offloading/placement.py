@@ -14,7 +14,7 @@ import functools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -207,8 +207,8 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     for value, slot in crossing_pairs(fw, bw, num_fwd_outputs):
         if _CANDIDATE in slot.meta and slot.users and isinstance(value, Node) and has_own_memory(value):
             settings, limit, device, _ = slot.meta[_CANDIDATE]
-            link = settings.rates and (settings.rates.to_host, settings.rates.to_device)
-            terms = Terms(settings.in_flight_bytes, settings.max_stall_ms, link)
+            link = (settings.rates.to_host, settings.rates.to_device) if settings.rates else (0.0, 0.0)
+            terms = Terms(settings.in_flight_bytes, settings.max_stall_ms, *link)
             # torch saves those without a check of versions after the others
             kinds[device, limit, terms, value.meta.get(NO_VERSION_CHECK)].append((value, slot))
     groups = []
@@ -218,7 +218,7 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
             groups.append((part, device, limit, terms))
     groups.sort(key=lambda group: place_of(group[0][-1]))
     for i, (found, device, limit, terms) in reversed([*enumerate(groups)]):  # of two behind one node the first is first
-        terms = replace(terms, ends_graph=i == len(groups) - 1)
+        terms = terms._replace(ends_graph=i == len(groups) - 1)
         _cross_together(fw, bw, place_of(found[-1]), found, device, limit, terms)
     for gm in (fw, bw):
         gm.graph.lint()
@@ -252,13 +252,13 @@ def _cross_together(
     values, slots = [value for value, _ in pairs], [slot for _, slot in pairs]
     fakes = [value.meta["val"] for value in values]
     carried = [i for i, fake in enumerate(fakes) if not all(isinstance(n, int) for n in fake.shape)]
-    text = str(replace(terms, is_symbolic=bool(carried)))
+    numbers = [*map(float, terms._replace(is_symbolic=bool(carried)))]
     with fw.graph.inserting_after(after):
-        out = fw.graph.call_function(offload_together, (values, limit, text, carried))
+        out = fw.graph.call_function(offload_together, (values, limit, numbers, carried))
     with fw.graph.inserting_after(out):
         crossing = [fw.graph.call_function(operator.getitem, (out, i)) for i in range(1 + len(carried))]
     *_, (out_meta, reload_meta, back_meta) = slots[0].meta[_CANDIDATE]
-    out.meta = {**out_meta, "val": offload_together(fakes, limit, text, carried)}
+    out.meta = {**out_meta, "val": offload_together(fakes, limit, numbers, carried)}
     for node, fake in zip(crossing, out.meta["val"], strict=True):
         version_check = {key: values[0].meta[key] for key in (NO_VERSION_CHECK,) if key in values[0].meta}
         node.meta = {PACKED: True, "val": fake, **version_check}

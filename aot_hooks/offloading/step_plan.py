@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .schedule import LINK, Item, Limits, schedule
 
@@ -25,28 +25,15 @@ Event = tuple[Any, ...]  # of an operator: ("start", the bytes of its tensors, T
 Action = tuple[str, int]  # "join" (wait for the copy out) or "fetch" (start the copy back), and the item
 
 
-@dataclass(frozen=True)
-class Terms:
-    """The conditions under which an operator sends its tensors. The operator takes them as a text."""
+class Terms(NamedTuple):
+    """The conditions under which an operator sends its tensors. The operator takes them as a list of numbers."""
 
-    in_flight_bytes: int
+    in_flight_bytes: float
     max_stall_ms: float
-    link: tuple[float, float] | None  # bytes a second to the host and back; None measures them
-    ends_graph: bool = True  # no other operator of its graph comes after this one
-    is_symbolic: bool = False  # the bytes of its tensors differ from call to call
-
-    def __str__(self) -> str:
-        """Numbers only: Inductor's C++ code does not escape quotes."""
-        to_host, to_device = self.link or (0.0, 0.0)
-        flags = f"{int(self.ends_graph)} {int(self.is_symbolic)}"
-        return f"{self.in_flight_bytes} {self.max_stall_ms} {to_host} {to_device} {flags}"
-
-    @staticmethod
-    @functools.cache
-    def parse(text: str) -> Terms:
-        in_flight, stall, *link, ends_graph, is_symbolic = map(float, text.split())
-        speeds = (link[0], link[1]) if any(link) else None
-        return Terms(int(in_flight), stall, speeds, bool(ends_graph), bool(is_symbolic))
+    to_host: float  # bytes a second; 0 measures the link
+    to_device: float
+    ends_graph: float = True  # no other operator of its graph comes after this one
+    is_symbolic: float = False  # the bytes of its tensors differ from call to call
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,7 @@ class StepPlan:
 
 def graph_count(trace: Sequence[Event]) -> int:
     """How many calls of graphs a trace has."""
-    return sum(event[0] == "start" and event[2].ends_graph for event in trace)
+    return sum(event[0] == "start" and bool(event[2].ends_graph) for event in trace)
 
 
 def bytes_of(trace: Sequence[Event]) -> int:
