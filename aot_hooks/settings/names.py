@@ -149,7 +149,7 @@ def _names_in_memory(x: torch.Tensor) -> list[_Named]:
 
 @dynamo.outermost_runs_in_python
 def _store(x: torch.Tensor, name: str) -> None:
-    if x.layout is torch.strided:  # sparse and other tensors without strides are never packed
+    if x.layout is torch.strided and not x.is_inference():  # others are never packed
         is_whole = x._base is None or x.numel() == x._base.numel()
         named = _Named(name, x._version, None if is_whole else Part.of(x))
         if named not in (names := _names_in_memory(x)):

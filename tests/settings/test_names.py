@@ -45,6 +45,15 @@ def named(model: Chain, **names: str) -> Any:
 
 
 @pytest.mark.core
+def test_inference_tensors_pass() -> None:
+    """They have no version, and autograd never saves them."""
+    with torch.inference_mode():
+        x = torch.ones(2)
+        assert checkpoint_name(x, "a") is x
+        assert checkpoint_name(x.view(1, 2), "b").is_inference()
+
+
+@pytest.mark.core
 @pytest.mark.parametrize(
     "inner", [pytest.param("aten", marks=pytest.mark.core), pytest.param("inductor", marks=pytest.mark.slow)]
 )
