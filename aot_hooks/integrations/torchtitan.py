@@ -40,11 +40,11 @@ class HooksMetrics(MetricsProcessor):  # type: ignore[misc, unused-ignore]  # no
         self.training.start()
 
     def should_log(self, step: int) -> bool:
-        self.training.next_batch()  # torchtitan asks when a step begins
+        self.training.next_batch()  # torchtitan asks when a step begins, its trainer of Flux after the backward
         return bool(super().should_log(step))
 
     def log(self, step: int, *losses: Any, extra_metrics: dict[str, Any] | None = None, **rest: Any) -> None:
-        self.training.batch_done()
+        self.training.batch_done(or_before=True)
         super().log(step, *losses, extra_metrics={**(extra_metrics or {}), **self.training.metrics()}, **rest)
 
     def close(self) -> None:

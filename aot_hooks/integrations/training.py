@@ -41,6 +41,7 @@ class Training:
         self._end: Any = None
         self._has_run = self._has_warned = False  # a graph with gradients has run; a batch without any was warned of
         self._latest: list[tuple[Plan, int]] = []
+        self._before: list[tuple[Plan, int]] = []  # what ran before the last call of `next_batch`
 
     def start(self) -> None:
         """Enable. What an earlier training left enabled, because it raised, ends first."""
@@ -50,7 +51,7 @@ class Training:
         self._end = weakref.finalize(self, Enabled.disable, self._enabled)
         self._end.atexit = False
         self._has_run = self._has_warned = False
-        self._latest = []
+        self._latest, self._before = [], []
 
     def stop(self) -> None:
         if self._end is not None:
@@ -60,10 +61,11 @@ class Training:
     def next_batch(self) -> None:
         """A batch begins: what ran since the last one, such as an evaluation, is not of it."""
         if self._enabled is not None:
-            self._enabled.runs()
+            self._before = self._enabled.runs()
 
-    def batch_done(self, hint: str = "", *, skipped: bool = False) -> None:
-        """Note which graphs ran with gradients. A batch that was `skipped` may run none.
+    def batch_done(self, hint: str = "", *, skipped: bool = False, or_before: bool = False) -> None:
+        """Note which graphs ran with gradients. A batch that was `skipped` may run none. With `or_before` and none
+        since `next_batch`: which ran before it.
 
         Raises `OptionError`, with `hint`, if none has since `start`. Warns once of a later batch without such a graph,
         and of one whose graphs no policy and no context covers.
@@ -71,7 +73,7 @@ class Training:
         if self._enabled is None:
             return
         ran = self._enabled.run_count > 0
-        self._latest = self._enabled.runs()
+        self._latest = self._enabled.runs() or (self._before if or_before else [])
         if self._latest or skipped:
             self._has_run = self._has_run or bool(self._latest)
             return
