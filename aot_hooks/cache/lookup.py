@@ -171,7 +171,7 @@ class _Lookup(Extension):
         data = entry.attached(_NAME)
         try:
             if data is not None:
-                self.stored_plans.extend(unpack(data, self.checks, self.places))
+                self.stored_plans = unpack(data, self.checks, self.places)
             elif entry.has_backward:
                 raise Unusable("nothing is stored beside it")
         except Refused as e:
