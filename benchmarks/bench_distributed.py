@@ -51,13 +51,20 @@ HOOKS = {
         f"offload(then=float8) {name}": aot_hooks.offload(then=aot_hooks.float8(), max_stall_ms=ms, across_graphs=True)
         for name, ms in (("4 ms", 4.0), ("8 ms", 8.0), ("all", math.inf))
     },
+    "offload(then=float8) 12 ms": aot_hooks.offload(
+        then=aot_hooks.float8(), max_stall_ms=12.0, in_flight_bytes=768 << 20, across_graphs=True
+    ),
     "offload(then=float8) one graph": aot_hooks.offload(then=aot_hooks.float8()),
 }
 CAPTURED = {"cudagraphs": "no hooks", "float8 cudagraphs": "float8"}  # the same rows, with `options["cudagraphs"]`
 AGAIN = " again"  # end of the names of rows with options["recompute_pointwise"]
 HOOKS |= {
     name + AGAIN: HOOKS[name]
-    for name in ("no hooks", "float8", *(f"offload(then=float8){stall}" for stall in ("", " 4 ms", " 8 ms", " all")))
+    for name in (
+        "no hooks",
+        "float8",
+        *(f"offload(then=float8){stall}" for stall in ("", " 4 ms", " 8 ms", " 12 ms", " all")),
+    )
 }
 BUDGETS = {  # a share of a row's peak
     "budget": ("stock", 0.5),
