@@ -15,7 +15,7 @@ from cudagraph.torch_private import compilers
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
 from .inductor_fusion import choices, is_held, marks_of, order_pass, pads_no_rows, pass_class
-from .inductor_lowering import packed_asm_in_force, register_operators
+from .inductor_lowering import register_operators
 from .symbols import needing
 
 SYMBOLS: Symbols = {
@@ -134,7 +134,7 @@ def compile_with_hooks(
         vars(graph)["_aot_hooks_marks"] = marks_of(graph)
         own = {"comprehensive_padding": False} if pads_no_rows(graph) else {}
         own |= IN_PLANNED_ORDER if is_held(graph) else {}
-        with handler(choices()), packed_asm_in_force(), need("torch._inductor.config").patch(own):
+        with handler(choices()), need("torch._inductor.config").patch(own):
             return inner(graph, *args, **kwargs)
 
     # a buffer that waits for its reuse stays alive: the backward of a transformer block held 0.4 GiB

@@ -6,10 +6,7 @@ register_operators()                             before Inductor first compiles 
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +17,8 @@ from .symbols import needing
 
 SYMBOLS: Symbols = {
     "copies of offload in kernels' memory": "torch._inductor.virtualized.V",
-    "operators that Inductor compiles as one loop": "torch._inductor.codegen.triton.TritonOverrides "
-    "torch._inductor.ir.Pointwise .TensorBox torch._inductor.lowering.register_lowering .fallback_handler .lowerings "
-    "torch._inductor.virtualized.ops",
+    "operators that Inductor compiles as one loop": "torch._inductor.ir.Pointwise .TensorBox "
+    "torch._inductor.lowering.register_lowering .fallback_handler .lowerings torch._inductor.virtualized.ops",
 }
 PROTOCOLS: Protocols = {
     "copies of offload in kernels' memory": {
@@ -33,8 +29,6 @@ PROTOCOLS: Protocols = {
         "torch._inductor.ir.TensorBox": "get_size get_device make_loader",
         "torch._inductor.ir.Pointwise": "create",
         "torch._inductor.sizevars.SizeVarAllocator": "statically_known_equals",
-        "torch._inductor.ops_handler.OpsHandler": "inline_asm_elementwise",
-        "torch._inductor.codegen.triton.TritonOverrides": "inline_asm_elementwise",
     },
 }
 
@@ -78,70 +72,6 @@ def lower_to_call(op: Any, *, returns_aligned: bool = False, keeps_tensors: bool
     Goes when torch has a public API for both.
     """
     _lowerings.append((op, lambda: _call(op, returns_aligned, keeps_tensors)))
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedAsm:
-    """Inline assembly for Triton: for four elements at once, and for one where a block holds fewer than four.
-
-    Inductor's `ops.inline_asm_elementwise` can't express the second. In 2.11 such a block does not compile; from 2.13
-    on it takes every input to be as large as the first. So `code` generates this call instead.
-    """
-
-    dtype: torch.dtype  # of the result
-    four: str  # for four elements: 8-bit ones share one register, others have one each
-    four_constraints: str
-    one: str  # for one element, with one register for each input and output
-    one_constraints: str
-
-    def __call__(self, ops: Any, *inputs: Any) -> Any:
-        _packed_asm[self.four] = self
-        return ops.inline_asm_elementwise(
-            *inputs, asm=self.four, constraints=self.four_constraints, dtype=self.dtype, is_pure=True, pack=4
-        )
-
-    def code(self, *inputs: Any) -> str:
-        """The call in Triton's language. Its compiler, which knows the size of a block, chooses `four` or `one`."""
-        byte, dtype = self.dtype.itemsize == 1, str(self.dtype).removeprefix("torch.")
-        words = [f"{x}.to(tl.int32)" if x.dtype.itemsize == 1 else str(x) for x in inputs]
-        four = _inline(self.four, self.four_constraints, map(str, inputs), dtype, 4)
-        one = _inline(self.one, self.one_constraints, words, "int32" if byte else dtype, 1)
-        return f"({four} if {inputs[0]}.numel >= 4 else {one}{f'.to(tl.{dtype})' if byte else ''})"
-
-
-def _inline(asm: str, constraints: str, inputs: Iterable[str], dtype: str, pack: int) -> str:
-    call = f"tl.inline_asm_elementwise('{asm}', '{constraints}', [{', '.join(inputs)}], "
-    return call + f"dtype=tl.{dtype}, is_pure=True, pack={pack})"
-
-
-_packed_asm: dict[str, PackedAsm] = {}
-_stock: list[Any] = []  # Inductor's method, once for each graph of ours that some thread compiles
-_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def packed_asm_in_force() -> Iterator[None]:
-    """While entered, Inductor prints a `PackedAsm` operation with `PackedAsm.code`.
-
-    Goes when `ops.inline_asm_elementwise` compiles blocks that hold fewer elements than a register.
-    """
-    overrides = need("torch._inductor.codegen.triton.TritonOverrides")
-    with _lock:
-        stock = _stock[0] if _stock else vars(overrides)["inline_asm_elementwise"]
-        _stock.append(stock)
-
-        def inline_asm_elementwise(*inputs: Any, asm: str, **named: Any) -> Any:
-            ours = _packed_asm.get(asm)
-            return stock.__func__(*inputs, asm=asm, **named) if ours is None else ours.code(*inputs)
-
-        overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)
-    try:
-        yield
-    finally:
-        with _lock:
-            _stock.pop()
-            if not _stock:
-                overrides.inline_asm_elementwise = stock
 
 
 def register_operators() -> None:

@@ -100,7 +100,7 @@ def test_on_cuda_a_product_and_its_packings_are_one_kernel(block):
     with torch._inductor.config.patch(force_disable_caches=True), aot_hooks.saved_tensors_hooks(aot_hooks.int8(block)):
         y, (code, *_) = run_and_get_code(compiled, x)
     # the last layer's packings may be a kernel of their own, because memory is tight there
-    assert max(kernel.count(ptx.TO_INT8.four) for kernel in code.split("async_compile.triton")) == 3
+    assert max(kernel.count(ptx._TO_INT8) for kernel in code.split("async_compile.triton")) == 3
     y.sum().backward()
     got = wide[0].grad
     wide[0].grad = None

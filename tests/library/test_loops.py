@@ -266,6 +266,5 @@ def test_on_cuda_every_code_comes_back_where_a_block_holds_one_value_or_lies_acr
 
     for f in (a_row, across):
         torch._dynamo.reset()
-        with inductor_lowering.packed_asm_in_force():
-            got = torch.compile(f, fullgraph=True, dynamic=False)(q.cuda(), bits.cuda(), weights.cuda()).cpu()
+        got = torch.compile(f, fullgraph=True, dynamic=False)(q.cuda(), bits.cuda(), weights.cuda()).cpu()
         torch.testing.assert_close(got, f(q, bits, weights), rtol=0, atol=0, equal_nan=True)

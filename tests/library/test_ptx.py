@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import types
 from typing import Any
 
 import numpy as np
@@ -38,19 +36,6 @@ class Emulated:
         return torch.from_numpy(np.stack(got, 1)).view(dtype).reshape(-1)
 
 
-class OneEach(Emulated):
-    """The same where a block holds fewer than four."""
-
-    def inline_asm_elementwise(self, *inputs: torch.Tensor, asm: str, dtype: torch.dtype, **named: Any) -> torch.Tensor:
-        packed = next((p for p in (ptx.TO_INT8, ptx.FROM_INT8) if p.four == asm), None)
-        if packed is None:
-            return super().inline_asm_elementwise(*inputs, asm=asm, dtype=dtype, **named)
-        words = [x.to(torch.int32) if x.element_size() == 1 else x for x in inputs]
-        (got,) = run(packed.one, 1, *(x.contiguous().numpy().view(np.uint32) for x in words))
-        got = torch.from_numpy(got)
-        return got.to(dtype) if dtype.itemsize == 1 else got.view(dtype)
-
-
 def values() -> torch.Tensor:
     torch.manual_seed(0)
     x = torch.randn(40, 128)
@@ -73,17 +58,16 @@ def scales(x: torch.Tensor, power: bool) -> torch.Tensor:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("ops", [Emulated(), OneEach()], ids=["four", "one"])
 @pytest.mark.parametrize("power", [False, True])
-def test_packing_gives_the_codes_of_the_tensor_code(power, ops):
+def test_packing_gives_the_codes_of_the_tensor_code(power):
     x = values()
     x[10:13, 0] = torch.tensor([126.0, 252.0, 63.0 * 2.0**-100])  # at these the next power of two begins
     x[13:16, 0] = x[10:13, 0].nextafter(torch.tensor(0.0))
     scale, some = scales(x, power), x.isfinite().any(-1)  # a row without finite values may have any scale
-    own = (ptx.amax_exponent if power else ptx.amax_word)(ops, x.reshape(-1)).view_as(x).amax(-1, keepdim=True)
+    own = (ptx.amax_exponent if power else ptx.amax_word)(Emulated(), x.reshape(-1)).view_as(x).amax(-1, keepdim=True)
     assert torch.equal(own[some], scale[some].int())
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        got = ptx.to_int8(ops, x.reshape(-1), scale.expand_as(x).reshape(-1), dtype, power)
+        got = ptx.to_int8(Emulated(), x.reshape(-1), scale.expand_as(x).reshape(-1), dtype, power)
         expected = operators.to_int8(x, scale, dtype, power)
         assert got.dtype is expected.dtype
         assert torch.equal(got.view_as(x), expected)
@@ -91,15 +75,14 @@ def test_packing_gives_the_codes_of_the_tensor_code(power, ops):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("ops", [Emulated(), OneEach()], ids=["four", "one"])
 @pytest.mark.parametrize("power", [False, True])
-def test_every_code_comes_back_as_by_the_tensor_code(power, ops):
+def test_every_code_comes_back_as_by_the_tensor_code(power):
     q = torch.arange(256, dtype=torch.uint8).expand(40, 256)
     x = values()
     x[10:12, 0] = torch.tensor([torch.finfo(torch.float16).max, torch.finfo(torch.bfloat16).max])
     scale = scales(x, power)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        got = ptx.from_int8(ops, q.reshape(-1), scale.expand_as(q).reshape(-1), dtype, power)
+        got = ptx.from_int8(Emulated(), q.reshape(-1), scale.expand_as(q).reshape(-1), dtype, power)
         expected = operators.from_int8(q, scale, dtype, power)
         torch.testing.assert_close(got.view(40, 256), expected, rtol=0, atol=0, equal_nan=True)
         assert (expected.isnan().sum(), expected[10].isinf().sum()) == (40, 2 + power * (dtype is torch.float16) * 124)
@@ -134,41 +117,3 @@ def test_an_instruction_that_is_not_known_is_an_error():
         run("{ popc.b32 $0, $1; }", 1, np.zeros(1, np.uint32))
     one = np.array([0x80FF7F01], np.uint32)
     assert prmt(one, one, np.array([0xFB40], np.uint32))[0] == 0xFFFF0101
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without triton")
-@pytest.mark.parametrize("size", [1, 2, 4, 128])
-def test_it_assembles_for_a_block_of_any_size(size, tmp_path):
-    """Triton and ptxas accept it, for a GPU that need not exist."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    def variable(name: str, dtype: torch.dtype) -> Any:
-        return type("Variable", (), {"__str__": lambda _: name, "dtype": dtype})()
-
-    x, q, scale = (variable(*of) for of in (("x", torch.float32), ("q", torch.uint8), ("s", torch.float32)))
-    source = tmp_path / f"blocks_of_{size}.py"
-    source.write_text(f"""
-import triton
-import triton.language as tl
-
-@triton.jit
-def there_and_back(x_ptr, s_ptr, out_ptr, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)[:, None]
-    x = tl.load(x_ptr + at)
-    s = tl.load(s_ptr + at)
-    q = {ptx.TO_INT8.code(x, scale)}
-    tl.store(out_ptr + at, {ptx.FROM_INT8.code(q, scale)})
-""")
-    spec = importlib.util.spec_from_file_location(source.stem, source)
-    assert spec is not None and spec.loader is not None
-    module = types.ModuleType(source.stem)
-    module.__file__ = str(source)
-    spec.loader.exec_module(module)
-    signature = {"x_ptr": "*fp32", "s_ptr": "*fp32", "out_ptr": "*fp32", "SIZE": "constexpr"}
-    compiled = triton.compile(
-        ASTSource(module.there_and_back, signature, {"SIZE": size}), target=GPUTarget("cuda", 90, 32)
-    )
-    assert (ptx.TO_INT8.four[:40] in compiled.asm["ttgir"]) == (size >= 4)
-    assert compiled.asm["cubin"]

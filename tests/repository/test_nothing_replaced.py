@@ -15,17 +15,14 @@ import torch
 import torch._dynamo.eval_frame as eval_frame
 import torch._functorch._aot_autograd.autograd_cache as autograd_cache
 import torch._inductor.compile_fx as compile_fx
-from torch._inductor.codegen.triton import TritonOverrides
 
 import aot_hooks
-from aot_hooks.torch_private import dynamo_backends, inductor_lowering
-from aot_hooks.torch_private.inductor_lowering import PackedAsm, packed_asm_in_force
+from aot_hooks.torch_private import dynamo_backends
 from cudagraph.torch_private.autograd_cache import Entry, Extension, bypass, extended
 
 pytestmark = pytest.mark.core
 
 CACHE = autograd_cache.AOTAutogradCache
-ASM = PackedAsm(torch.int8, "four;", "=r,r", "one;", "=r,r")
 
 
 def replaced() -> set[str]:
@@ -36,7 +33,6 @@ def replaced() -> set[str]:
 
 def functions() -> dict[str, Any]:
     return {
-        "inline_asm_elementwise": vars(TritonOverrides)["inline_asm_elementwise"],
         "autograd_cache_key": autograd_cache.autograd_cache_key,
         "_lookup": vars(CACHE)["_lookup"],
         "iterate_over_candidates": vars(CACHE).get("iterate_over_candidates"),
@@ -90,54 +86,10 @@ def test_exchanges_of_callbacks_end_in_any_order() -> None:
     assert replaced() == set()
 
 
-# --- inline assembly --------------------------------------------------------------------------------------------------
+# --- Inductor --------------------------------------------------------------------------------------------------------
 
 
-def test_assembly_of_ours_is_generated_while_graphs_of_ours_are_compiled_only() -> None:
-    ASM(SimpleNamespace(inline_asm_elementwise=lambda *_, **named: named))
-    value: Any = SimpleNamespace(dtype=torch.int32)
-    with packed_asm_in_force():
-        assert replaced() == {"inline_asm_elementwise"}
-        with packed_asm_in_force():
-            assert TritonOverrides.inline_asm_elementwise(value, asm="four;") == ASM.code(value)
-        assert TritonOverrides.inline_asm_elementwise(value, asm="four;") == ASM.code(value)
-        others = TritonOverrides.inline_asm_elementwise("x", asm="bar;", constraints="=r,r", dtype=torch.int32, pack=1)
-        assert "bar;" in others and "numel" not in others
-    with contextlib.suppress(ValueError), packed_asm_in_force():
-        raise ValueError
-
-
-def test_a_torch_without_the_method_is_noticed_each_time_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: str) -> Any:
-        raise aot_hooks.errors.UnsupportedTorchError(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(inductor_lowering, "need", missing)
-        for _ in range(2):
-            with pytest.raises(aot_hooks.errors.UnsupportedTorchError), packed_asm_in_force():
-                pass
-    with packed_asm_in_force():
-        assert replaced() == {"inline_asm_elementwise"}
-
-
-def test_assembly_of_ours_stays_until_the_last_thread_has_compiled() -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def compile_long() -> None:
-        with packed_asm_in_force():
-            inside.set()
-            assert leave.wait(60)
-
-    other = threading.Thread(target=compile_long)
-    with packed_asm_in_force():
-        other.start()
-        assert inside.wait(60)
-    assert replaced() == {"inline_asm_elementwise"}
-    leave.set()
-    other.join()
-
-
-def test_a_compilation_with_hooks_replaces_what_it_needs_and_puts_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_with_hooks_replaces_nothing_in_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[set[str]] = []
 
     def compile_nothing(graph: torch.fx.GraphModule, *_args: Any, **_named: Any) -> Callable[..., Any]:
@@ -154,7 +106,7 @@ def test_a_compilation_with_hooks_replaces_what_it_needs_and_puts_it_back(monkey
     x = torch.randn(4, 8, requires_grad=True)
     with torch._functorch.config.patch(enable_autograd_cache=False), aot_hooks.saved_tensors_hooks(aot_hooks.float8()):
         torch.compile(lambda x: x.sin().exp().sin(), backend="aot_hooks")(x).sum().backward()
-    assert seen == [{"inline_asm_elementwise"}] * 2  # forward and backward
+    assert seen == [set()] * 2  # forward and backward
 
 
 # --- the cache of AOTAutograd's results -------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from aot_hooks.library.blocks import broadcast_scales, in_blocks
 from aot_hooks.library.loops import operators, ptx
 from aot_hooks.torch_private.inductor import decompositions
 from aot_hooks.torch_private.inductor_fusion import FROM_HOOK, choices, order_pass
-from aot_hooks.torch_private.inductor_lowering import packed_asm_in_force, register_operators
+from aot_hooks.torch_private.inductor_lowering import register_operators
 
 NUMBERS: dict[str, Any] = {
     "major": 9,
@@ -90,7 +90,6 @@ def code(f: Callable[..., Any], make_inputs: Callable[[], Sequence[torch.Tensor]
             V.set_graph_handler(lowering),
             V.set_extern_kernel_nodes([]),
             V.set_debug_handler(mock.MagicMock()),
-            packed_asm_in_force(),
         ):
             stack.enter_context(context)
         lowering.run(*inputs)
@@ -120,7 +119,7 @@ def main(blocks: Sequence[int]) -> None:
     found = {}
     for block in blocks:
         texts = [of_a_product(block, power) for power in (False, True)]
-        packings = [max(kernel.count(ptx.TO_INT8.four) for kernel in t.split("async_compile.triton")) for t in texts]
+        packings = [max(kernel.count(ptx._TO_INT8) for kernel in t.split("async_compile.triton")) for t in texts]
         found[block] = packings, [text.count(".run(") for text in texts]
     print(json.dumps(found))
 

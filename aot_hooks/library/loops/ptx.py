@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ...torch_private.inductor_lowering import PackedAsm
 from .. import scales
 from ..scales import EXPONENT_MASK, EXPONENT_STEP, LOW_HALF, ROUND_UP, TOP_INT8
 
@@ -158,18 +157,7 @@ def _float8_value(top: float, inf: float, dtype: torch.dtype) -> str:
 _ROUND_TO_CODE = _f32(scales.ROUND_TO_INTEGER + CODE_OF_ZERO)
 _LOP3_OR_AND = 0xF8  # a | (b & c)
 
-# 9 instructions for four codes, which share a register.
-_TO_INT8_FOUR = _block(
-    ".reg .f32 sum<4>",
-    ".reg .b32 low, high, codes",
-    *(f"fma.rn.f32 sum{i}, ${i + 1}, ${i + 5}, {_ROUND_TO_CODE}" for i in range(4)),
-    "prmt.b32 low, sum0, sum1, 0xFB40",  # the last bytes of both; then their signs, 0xFF or 0 each
-    "prmt.b32 high, sum2, sum3, 0xFB40",
-    "prmt.b32 codes, low, high, 0x5410",  # the last bytes of all
-    "prmt.b32 low, low, high, 0x7632",  # their signs
-    f"lop3.b32 $0, codes, low, 0xFEFEFEFE, 0x{_LOP3_OR_AND:02X}",  # -infinity becomes 254
-)
-_TO_INT8_ONE = _block(
+_TO_INT8 = _block(
     ".reg .f32 sum",
     ".reg .b32 sign, code",
     f"fma.rn.f32 sum, $1, $2, {_ROUND_TO_CODE}",
@@ -179,12 +167,12 @@ _TO_INT8_ONE = _block(
 )
 
 
-def _from_bytes(q: str, selector: str, first: str, second: str) -> _Instructions:
-    """Turns the codes in two bytes of `q` into float32 numbers, in registers `first` and `second`.
+def _times_step() -> str:
+    """Sets `$0` to the code in `$1`, times the step in `$2`.
 
-    Computes both at once, as float16. The bytes less 127 are -127 to 128. Of these, -127, 127 and 128 overflow in
-    `over127`, and 128 alone in `over128`. Both products are added back, times -2**-24 and 2**-24. A finite one is lost
-    in the rounding. An infinite one is not: +-127 become an infinity of the other sign, and 128 becomes NaN.
+    The code less 127, as float16, is -127 to 128. Of these, -127, 127 and 128 overflow in `over127`, and 128 alone in
+    `over128`. Both products are added back, times -2**-24 and 2**-24. A finite one is lost in the rounding. An infinite
+    one is not: +-127 become an infinity of the other sign, and 128 becomes NaN.
     """
     steps = (
         ("add.f16x2 codes, codes, factor", -1024 - CODE_OF_ZERO),
@@ -193,26 +181,19 @@ def _from_bytes(q: str, selector: str, first: str, second: str) -> _Instructions
         ("fma.rn.f16x2 codes, over127, factor, codes", -(2.0**-24)),
         ("fma.rn.f16x2 codes, over128, factor, codes", 2.0**-24),
     )
-    return (
-        f"prmt.b32 codes, {q}, 0x64646464, {selector}",  # 0x64 before a byte is 1024 + the byte
+    return _block(
+        ".reg .b32 codes, over127, over128, factor",
+        ".reg .b16 low, high",
+        ".reg .f32 value",
+        "prmt.b32 codes, $1, 0x64646464, 0x4040",  # 0x64 before a byte is 1024 + the byte
         *itertools.chain(*((f"mov.b32 factor, {_f16x2(factor)}", step) for step, factor in steps)),
         "mov.b32 {low, high}, codes",
-        f"cvt.f32.f16 {first}, low",
-        f"cvt.f32.f16 {second}, high",
+        "cvt.f32.f16 value, low",
+        "mul.f32 $0, value, $2",
     )
 
 
-_FROM_INT8 = (".reg .b32 codes, over127, over128, factor", ".reg .b16 low, high", ".reg .f32 value<4>")
-_FROM_INT8_FOUR = _block(
-    *_FROM_INT8,
-    *_from_bytes("$4", "0x4140", "value0", "value1"),
-    *_from_bytes("$4", "0x4342", "value2", "value3"),
-    *(f"mul.f32 value{i}, value{i}, ${i + 5}" for i in range(4)),
-    *(f"mov.b32 ${i}, value{i}" for i in range(4)),  # last, because an output may share its register with an input
-)
-_FROM_INT8_ONE = _block(*_FROM_INT8, *_from_bytes("$1", "0x4040", "value0", "value1"), "mul.f32 $0, value0, $2")
-TO_INT8 = PackedAsm(torch.uint8, _TO_INT8_FOUR, "=r,f,f,f,f,f,f,f,f", _TO_INT8_ONE, "=r,f,f")
-FROM_INT8 = PackedAsm(torch.float32, _FROM_INT8_FOUR, "=f,=f,=f,=f,r,f,f,f,f", _FROM_INT8_ONE, "=f,r,f")
+_FROM_INT8 = _times_step()
 
 
 def to_float8(ops: Any, x: Any, bits: Any, fmt: torch.dtype, top: float, dtype: torch.dtype) -> Any:
@@ -232,10 +213,12 @@ def from_float8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: float, inf
 def to_int8(ops: Any, x: Any, scale: Any, dtype: torch.dtype, power: bool) -> Any:
     scale = ops.to_dtype(scale, torch.int32)
     inverse = _emit(ops, _int8_inverse(dtype, power), torch.float32, "=f,r", scale)
-    return TO_INT8(ops, ops.to_dtype(x, torch.float32), inverse)
+    codes = _emit(ops, _TO_INT8, torch.int32, "=r,f,f", ops.to_dtype(x, torch.float32), inverse)
+    return ops.to_dtype(codes, torch.uint8)
 
 
 def from_int8(ops: Any, q: Any, scale: Any, dtype: torch.dtype, power: bool) -> Any:
     scale = ops.to_dtype(scale, torch.int32)
     step = _emit(ops, _int8_step(dtype, power), torch.float32, "=f,r", scale)
-    return ops.to_dtype(FROM_INT8(ops, q, step), dtype)
+    y = _emit(ops, _FROM_INT8, torch.float32, "=f,r,f", ops.to_dtype(q, torch.int32), step)
+    return ops.to_dtype(y, dtype)
