@@ -7,8 +7,6 @@ import itertools
 import sys
 
 import torch
-import triton
-import triton.language as tl
 from roundtrip import KINDS, data
 
 from aot_hooks.library import integer, scales
@@ -92,50 +90,6 @@ def rounding_at_random(device: str, dtypes: tuple[torch.dtype, ...]) -> int:
     return 3
 
 
-@triton.jit
-def _halves(word):
-    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _larger_of_pairs(a, b):
-    low, high = _halves(a)
-    other_low, other_high = _halves(b)
-    low = tl.maximum(low, other_low, propagate_nan=tl.PropagateNan.ALL).to(tl.int32, bitcast=True)
-    high = tl.maximum(high, other_high, propagate_nan=tl.PropagateNan.ALL).to(tl.int32, bitcast=True)
-    return (high & -65536) | ((low >> 16) & 0xFFFF)
-
-
-@triton.jit
-def _smaller_of_pairs(a, b):
-    return _larger_of_pairs(a ^ -0x7FFF8000, b ^ -0x7FFF8000) ^ -0x7FFF8000
-
-
-def pairs() -> int:
-    """int4 of bfloat16, which is read two values a word: bit for bit, and at random within a step."""
-    kernels4._larger_of_pairs, kernels4._smaller_of_pairs = _larger_of_pairs, _smaller_of_pairs  # not as PTX
-    x = torch.cat([data(kind, torch.bfloat16)[:8, :32] for kind in KINDS])
-    x[0], x[1] = x[0].abs(), -x[1].abs()
-    q, scale = expected = integer.pack_int4(x, 32, False)
-    same(kernels4.pack_int4(x, 32, None), expected)
-    q, same_scale = kernels4.pack_int4(x, 32, torch.tensor([1]))
-    same(same_scale, scale)
-    y, finite = integer.unpack_int4(q, scale, 32, 32, torch.float32), x.isfinite()
-    same(y[~finite], x[~finite].float())
-    step = ((scale.int() & 0xFFF0) << 15).view(torch.float32)
-    assert ((y - x.float()).abs() <= step)[finite].all() and (y.sign() * x.sign() >= 0)[finite].all()
-    return len(KINDS)
-
-
-def bits(device: str) -> int:
-    for n in (1, 7, 8, 1000, 4096, 5001):
-        x = torch.rand(n, device=device) < 0.5
-        packed = kernels8.pack_bits(x)
-        same(packed, bitmask.pack_bits(x))
-        same(kernels8.unpack_bits(packed, (n,)), x)
-    return 6
-
-
 def on_the_grid(kind: str, fmt: torch.dtype, columns: int) -> torch.Tensor:
     """float32 rows that `fmt` holds exactly, as normal numbers, with scales that are powers of two."""
     top, _ = scales.FLOAT8_RANGE[fmt]
@@ -180,8 +134,8 @@ def main() -> None:
     # The interpreter's bfloat16 cuts off too and has no subnormals: bfloat16 is for a device.
     some = (torch.float32, torch.float16)
     exact = integers("cpu", (torch.float32,)) + integers("cpu", (torch.float16,), (200,))
-    print("integers", exact, "random", rounding_at_random("cpu", some), "bits", bits("cpu"), end=" ")
-    print("float8", float8s("cpu", (torch.float32,), exact=False), "pairs", pairs())
+    print("integers", exact, "random", rounding_at_random("cpu", some))
+    print("float8", float8s("cpu", (torch.float32,), exact=False))
 
 
 if __name__ == "__main__":

@@ -64,29 +64,6 @@ def _float_of_bits(bits):
 
 
 @triton.jit
-def _larger_of_pairs(a, b):
-    """The larger of each half of two words, two bfloat16 values a word; NaN if either is."""
-    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _smaller_of_pairs(a, b):
-    return tl.inline_asm_elementwise("min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _sides_of_pairs(pairs, P: tl.constexpr, W: tl.constexpr):
-    """Returns each row's largest x and largest -x, at least 0. `pairs` has two bfloat16 values a word."""
-    words = tl.reshape(pairs, [P, W // 8, 4])
-    above = tl.reduce(words, 2, _larger_of_pairs)
-    below = tl.reduce(words, 2, _smaller_of_pairs) ^ -0x7FFF8000  # flips both signs
-    low, high = (above & 0xFFFF) | (below << 16), ((above >> 16) & 0xFFFF) | (below & -65536)
-    both = tl.reduce(_larger_of_pairs(low, high), 1, _larger_of_pairs)
-    both = _larger_of_pairs(both, both * 0)
-    return _float_of_bits(both << 16), _float_of_bits(both & -65536)
-
-
-@triton.jit
 def _step_of(span, smallest):
     """Returns the step's bits and its reciprocal: `span`, at least `smallest`, rounded up to 4 bits of fraction."""
     bits = (_bits(tl.maximum(span, smallest)) + 0x7FFFF) & -0x80000
@@ -122,19 +99,12 @@ def _random_12_bits(h, K: tl.constexpr):
 @triton.jit
 def _pack4(
     x_ptr, q_ptr, scale_ptr, seed_ptr, groups, count, length, per_14, per_6, smallest,
-    P: tl.constexpr, W: tl.constexpr, K: tl.constexpr, STOCHASTIC: tl.constexpr,
-    EVEN: tl.constexpr, PAIRS: tl.constexpr,
+    P: tl.constexpr, W: tl.constexpr, K: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     g, there, at, places, mask, at_words, words, word_mask = _places(groups, count, length, P, W, K, EVEN)
-    if PAIRS:
-        n, i = tl.arange(0, P)[:, None] * (W // 2), tl.arange(0, W // 2)[None, :]
-        pairs = tl.load(x_ptr + at // 2 + (n + i), mask, other=0)
-        x = tl.reshape(tl.join(_float_of_bits(pairs << 16), _float_of_bits(pairs & -65536)), [P, W])
-        above, below = _sides_of_pairs(pairs, P, W)
-    else:
-        x = tl.load(x_ptr + at + places, mask, other=0.0).to(tl.float32)
-        above = tl.maximum(largest_of(x, 1), 0.0, propagate_nan=tl.PropagateNan.ALL)
-        below = -tl.minimum(tl.min(x, 1), 0.0)
+    x = tl.load(x_ptr + at + places, mask, other=0.0).to(tl.float32)
+    above = tl.maximum(largest_of(x, 1), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    below = -tl.minimum(tl.min(x, 1), 0.0)
     h = hashes(seed_ptr, P, W, K) if STOCHASTIC else 0
     span = above * per_14 + below * per_14
     if largest_of(span, 0) < float("inf"):
@@ -214,12 +184,11 @@ def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[t
     q, scale = packed_like(x, (x.shape[-1] + 1) // 2, torch.uint8, block, torch.int16)
     words, k = _codes(q, x.dtype)
     count, length, p, w, warps = tiles(scale.numel(), x.shape[-1], block, block, one_warp=True)
-    pairs = x.dtype is torch.bfloat16 and k == 8 and length == w and x.storage_offset() % 2 == 0
     with torch.cuda.device_of(x):
         _pack4[(triton.cdiv(scale.numel(), p),)](
-            x.view(-1).view(torch.int32) if pairs else x, words, scale, scale if seed is None else seed, scale.numel(),
+            x, words, scale, scale if seed is None else seed, scale.numel(),
             count, length, SLACK / 14, SLACK / 6, SMALLEST_NORMAL, P=p, W=w, K=k, STOCHASTIC=seed is not None,
-            EVEN=length == w, PAIRS=pairs, num_warps=warps, enable_fp_fusion=False,
+            EVEN=length == w, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return q, scale
 
