@@ -20,6 +20,7 @@ from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.saved import SavedTensor
 from ..hook import Hook, Pack, hook_of, interned
 from .blocks import first_elements, in_blocks, leaves
+from .triton import ops
 
 
 def pack_bits(x: torch.Tensor) -> torch.Tensor:
@@ -54,14 +55,15 @@ class _Pack(Pack):
         if x.dtype is not torch.bool or x.dim() == 0 or 0 in x.shape:
             return x
         y, permutation = in_memory_order(x)
-        return pack_bits(y), y.shape, permutation
+        return (ops.pack_bits if ops.has_kernel(y) else pack_bits)(y), y.shape, permutation
 
 
 def _unpack(packed: Any) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
     bits, shape, permutation = packed
-    return from_memory_order(unpack_bits(bits, shape), permutation)
+    y = (ops.unpack_bits if ops.has_kernel(bits) else unpack_bits)(bits, shape)
+    return from_memory_order(y, permutation)
 
 
 @interned

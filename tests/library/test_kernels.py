@@ -29,7 +29,7 @@ def test_kernels_equal_plain_code_when_interpreted():
     command = [sys.executable, str(SUPPORT / "interpreted.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["integers", "24", "random", "3", "float8", "38"]
+    assert done.stdout.split() == ["integers", "24", "random", "3", "bits", "6", "float8", "38"]
 
 
 @pytest.mark.core
@@ -45,6 +45,8 @@ def test_fake_results_are_like_the_plain_ones():
     assert ops.unpack8(got[0], got[1], 8, torch.float16).dtype is torch.float16
     assert ops.unpack_int4(got[0], got[1], 33, 8, torch.float16).shape == x.shape
     assert [t.shape[-1] for t in ops.pack_float8(meta, 0, torch.float8_e5m2)] == [33, 1]
+    bits = ops.pack_bits(torch.empty(3, 5, device="meta", dtype=torch.bool))
+    assert bits.shape == (2,) and ops.unpack_bits(bits, [3, 5]).shape == (3, 5)
 
 
 @pytest.mark.core
@@ -63,7 +65,7 @@ def test_kernels_equal_plain_code_on_cuda():
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     assert interpreted.integers("cuda", dtypes, (4096, 200, 33)) == 54
-    assert interpreted.rounding_at_random("cuda", dtypes)
+    assert interpreted.rounding_at_random("cuda", dtypes) and interpreted.bits("cuda")
     assert interpreted.float8s("cuda", dtypes, exact=True)
 
 

@@ -90,6 +90,15 @@ def rounding_at_random(device: str, dtypes: tuple[torch.dtype, ...]) -> int:
     return 3
 
 
+def bits(device: str) -> int:
+    for n in (1, 7, 8, 1000, 4096, 5001):
+        x = torch.rand(n, device=device) < 0.5
+        packed = kernels8.pack_bits(x)
+        same(packed, bitmask.pack_bits(x))
+        same(kernels8.unpack_bits(packed, (n,)), x)
+    return 6
+
+
 def on_the_grid(kind: str, fmt: torch.dtype, columns: int) -> torch.Tensor:
     """float32 rows that `fmt` holds exactly, as normal numbers, with scales that are powers of two."""
     top, _ = scales.FLOAT8_RANGE[fmt]
@@ -134,7 +143,7 @@ def main() -> None:
     # The interpreter's bfloat16 cuts off too and has no subnormals: bfloat16 is for a device.
     some = (torch.float32, torch.float16)
     exact = integers("cpu", (torch.float32,)) + integers("cpu", (torch.float16,), (200,))
-    print("integers", exact, "random", rounding_at_random("cpu", some))
+    print("integers", exact, "random", rounding_at_random("cpu", some), "bits", bits("cpu"), end=" ")
     print("float8", float8s("cpu", (torch.float32,), exact=False))
 
 

@@ -86,3 +86,13 @@ def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[t
 @_operator("kernels4")
 def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: int, block: int, dtype: torch.dtype) -> torch.Tensor:
     return q.new_empty((*q.shape[:-1], length), dtype=dtype)
+
+
+@_operator("kernels8")
+def pack_bits(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
+
+
+@_operator("kernels8")
+def unpack_bits(q: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    return q.new_empty(shape, dtype=torch.bool)
