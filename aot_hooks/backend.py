@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+import cudagraph
 from cudagraph.compile.compilation import Compilation
 
 from . import cudagraphs, records, unused
@@ -85,7 +86,7 @@ def reset() -> None:
     `torch._dynamo.reset()` calls it.
     """
     records.forget()
-    cudagraphs.forget()
+    cudagraph.reset()  # recordings write to host memory that is about to be freed
     offload_stats.reset()
     pairs.forget()
     region.forget()

@@ -31,7 +31,6 @@ from ..settings.setting import out_of_scope
 from ..torch_private import values as torch_values
 from .key import Key, foreign_operator
 
-_FORMAT = 4
 Place = tuple[str, str]  # module and line
 _Hook = tuple[str, Any]  # ("keep", 0), ("rule", number of the setting), or ("value", the pickled hook)
 
@@ -92,7 +91,7 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
         content = _Stored(tuple((tuple(map(stored, plan.decisions)), _without_rows(plan)) for plan in plans), "")
     except Refused as e:
         content = _Stored((), str(e))
-    data = pickle.dumps((_FORMAT, content))
+    data = pickle.dumps(content)
     return hashlib.sha256(data).digest() + data
 
 
@@ -115,10 +114,13 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
     """The plans that `pack_up` stored, with the hooks and places of this program.
 
     Raises:
-        Refused: the data is damaged or of another version, or a hook or policy behaves differently now.
+        Refused: the data is damaged, or a hook or policy behaves differently now.
         Unusable: no entry of this graph may be used.
     """
-    stored = _read(data)
+    checksum, data = data[:32], data[32:]
+    if hashlib.sha256(data).digest() != checksum:
+        raise Refused("what is stored beside it is damaged")
+    stored: _Stored = pickle.loads(data)  # made by the same sources, which the key holds
     if stored.cannot:
         raise Unusable(stored.cannot)
     named = _renaming({f"size{i}": name for i, name in enumerate(check.key.sizes)})
@@ -158,20 +160,7 @@ def _renaming(names: Mapping[str, str]) -> Callable[[tuple[int, ...]], tuple[int
     return lambda shape: tuple(Dim(int(s), renamed(s.expression)) if isinstance(s, Dim) else s for s in shape)
 
 
-def _read(data: bytes) -> _Stored:
-    checksum, data = data[:32], data[32:]
-    if hashlib.sha256(data).digest() != checksum:
-        raise Refused("what is stored beside it is damaged")
-    try:
-        version, stored = pickle.loads(data)
-    except _UNREADABLE as e:
-        raise Refused(f"what is stored beside it cannot be read ({type(e).__name__}: {e})") from e
-    if version != _FORMAT or not isinstance(stored, _Stored):
-        raise Refused(f"what is stored beside it has format {version}; expected {_FORMAT}")
-    return stored
-
-
-# what the pickle of another version may raise
+# what the pickle of a user's hook may raise
 _UNREADABLE = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 
 

@@ -196,10 +196,8 @@ def record_for(
     record = seen.record(setting.rule, choose)
     pair = enabled or (alive if isinstance(alive, Pair) else None)
     since = "torch.compile made graphs with it" if alive is None else "its context was entered"
-    anew = (
-        "Enter a context anew after each change (`with` inside of the loop), or run the hook as it is with Hook(..., "
-    )
-    anew += "eager=True)"
+    anew = "Enter a context anew after each change (`with` inside of the loop), or run the hook as it is with "
+    anew += "Hook(..., eager=True)"
     if enabled is not None:
         since, anew = "aot_hooks.enable was called", "Call aot_hooks.enable anew after each change"
     if pair is not None:

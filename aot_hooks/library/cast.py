@@ -14,9 +14,8 @@ import torch
 
 from ..errors import OptionError
 from ..hook import Hook, Pack, hook_of, interned
-from .blocks import Declines, convert_back
+from .blocks import FLOATS, Declines, convert_back
 
-_TO = (torch.bfloat16, torch.float16, torch.float32)
 _WIDER = {2: (torch.float32, torch.float64), 4: (torch.float64,)}  # bytes of an element -> dtypes worth casting to it
 
 
@@ -45,8 +44,8 @@ def cast(dtype: torch.dtype) -> Hook:
     Raises:
         OptionError: for another dtype. For 8 bits there is `float8`, which scales.
     """
-    if dtype not in _TO:
-        raise OptionError(f"cast: dtype must be one of {', '.join(map(str, _TO))}, got {dtype}")
+    if dtype not in FLOATS:
+        raise OptionError(f"cast: dtype must be one of {', '.join(map(str, FLOATS))}, got {dtype}")
     name = f"cast({str(dtype).removeprefix('torch.')})"
     declines = Declines(name, 8 * dtype.itemsize, dtypes=_WIDER[dtype.itemsize])
     return hook_of(_Pack(name, declines, dtype), convert_back)

@@ -52,11 +52,7 @@ def _count(what: str, nbytes: int) -> int:
         return counts[f"{what}_count"]
 
 
-def _no_capture() -> None:
-    return None
-
-
-capture_under_way: Callable[[], Capture | None] = _no_capture  # `cudagraph.capturing`, once CUDA graphs are in use
+capture_under_way: Callable[[], Capture | None] = lambda: None  # noqa: E731  `cudagraph.capturing` with CUDA graphs
 
 
 def _ticket(copy: Copy) -> torch.Tensor:

@@ -162,18 +162,15 @@ class _Pass:
 
     def begins(self, node: int, call: Callable[[], None], token: _Token) -> None:
         if node != self.node:
-            self.has_run()
+            self()
             self.node = node
         self.waiting.append((call, token))
 
-    def has_run(self) -> None:
+    @untraced
+    def __call__(self) -> None:
         ended, self.waiting = self.waiting, []
         for call, _ in ended:
             call()
-
-    @untraced
-    def __call__(self) -> None:
-        self.has_run()
 
 
 _passes: weakref.WeakValueDictionary[tuple[int, int], _Pass] = weakref.WeakValueDictionary()  # by number and thread

@@ -14,7 +14,6 @@ from torch import nn
 
 import aot_hooks
 from aot_hooks import policies
-from aot_hooks.cache import entry
 from aot_hooks.cache.entry import Checks, ForAnother, Refused, Unusable, pack_up, unpack
 from aot_hooks.cache.key import Key
 from aot_hooks.identity.frozen import described
@@ -273,12 +272,3 @@ def test_an_operator_of_others_is_never_taken_unless_somebody_answers_for_it() -
     hook = dataclasses.replace(hook, cache_hash="1")
     plans, key = plans_of(hook), key_for(hook)
     assert unpack(pack_up(plans, Checks(key), lambda: places(plans)), Checks(key), lambda: places(plans))
-
-
-def test_nothing_of_another_format_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans, key = plans_of(half()), key_for(half())
-    monkeypatch.setattr(entry, "_FORMAT", 99)
-    data = pack_up(plans, Checks(key), lambda: places(plans))
-    monkeypatch.undo()
-    with pytest.raises(Refused, match=r"format 99; expected \d"):
-        unpack(data, Checks(key), lambda: places(plans))
