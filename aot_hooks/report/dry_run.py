@@ -52,7 +52,7 @@ def plan(
         `BudgetWarning` says if they are over it together.
 
     Raises:
-        OptionError: for a wrong option, or if `fn` steps an optimizer.
+        OptionError: for a wrong option, for tensors on the device "meta", or if `fn` steps an optimizer.
         UnsupportedGraphError: if `fn` reads a tensor's value outside of its compiled graphs.
         HookContractError, HookTraceError, PolicyError: as compiling does.
     """
@@ -83,6 +83,11 @@ def dry_run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **overrides:
     module = reachable[""]
     state = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
     leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if any(t.is_meta for t in (*leaves, *state)):
+        raise OptionError(
+            "aot_hooks.plan: expected real or fake tensors, got some of device 'meta', whose operators torch does not "
+            "trace; make the model and its inputs on the device they will be on, under FakeTensorMode (docs/reports.md)"
+        )
     mode = torch_dry_run.fake_mode_for([*leaves, *state])
 
     def planner(gm: GraphModule, inputs: Any) -> Callable[..., Any]:

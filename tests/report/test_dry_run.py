@@ -460,6 +460,16 @@ def test_wrong_options_are_named(kwargs: Any, message: str) -> None:
         aot_hooks.plan(mlp(), torch.randn(4, 8), **kwargs)
 
 
+@pytest.mark.core
+def test_meta_tensors_are_refused() -> None:
+    """torch would trace `empty_strided` in place of their operators."""
+    with torch.device("meta"):
+        model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    for arguments in ((model, x), (lambda x: x.sin(), x.requires_grad_()), (model, torch.randn(2, 4))):
+        with pytest.raises(errors.OptionError, match="got some of device 'meta'.* under FakeTensorMode"):
+            aot_hooks.plan(*arguments)
+
+
 def test_a_bad_hook_is_named_by_its_own_error() -> None:
     bad = aot_hooks.Hook("bad", lambda x: x.half(), lambda p: p)
     with pytest.raises(errors.HookContractError, match="hook 'bad' on saved 'addmm'"):
