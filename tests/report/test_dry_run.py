@@ -466,7 +466,7 @@ def test_meta_tensors_are_refused() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.randn(2, 4)
     for arguments in ((model, x), (lambda x: x.sin(), x.requires_grad_()), (model, torch.randn(2, 4))):
-        with pytest.raises(errors.OptionError, match="got some of device 'meta'.* under FakeTensorMode"):
+        with pytest.raises(errors.OptionError, match=r"got some of device 'meta'.* under FakeTensorMode"):
             aot_hooks.plan(*arguments)
 
 

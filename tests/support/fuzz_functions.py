@@ -5,11 +5,16 @@ tensors in, a list out; those that take a list empty it, as compiled graphs do
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from tree_programs import World, takes_list
+
+from cudagraph.torch_private import cuda as torch_cuda
+from cudagraph.tree import dispatch
 
 SHAPE = (4, 6)
 
@@ -47,6 +52,18 @@ def consuming(inputs):
 def passing_through(x):
     h = x.cos()
     return [x, x.view(-1), h, h[1:]]
+
+
+def first_part(x):
+    return [x.cos() * 2]
+
+
+def second_part(d, y):
+    return [torch.tanh(d * y), d.sin()]
+
+
+def cut(x, y):
+    return second_part(first_part(x)[0].exp(), y)
 
 
 def writing(x, target):
@@ -145,13 +162,16 @@ class Functions:
     def __init__(self, world: World, held_outputs: str) -> None:
         options = {"held_outputs": held_outputs, "rerecord_limit": 64}
 
-        def make(fn: Callable[..., Any], label: str = "", **kw: Any) -> Callable[..., Any]:
-            return world.function(fn, options=options, name=name_of(fn, held_outputs, label), **kw)
+        def make(
+            fn: Callable[..., Any], label: str = "", of: Callable[..., Any] | None = None, **kw: Any
+        ) -> Callable[..., Any]:
+            return world.function(fn, options=options, name=name_of(of or fn, held_outputs, label), **kw)
 
         self.plain = [
             (make(fn), fn, count)
             for fn, count in ((sine, 1), (two, 2), (consuming, 2), (passing_through, 1), (odd_outputs, 1), (growing, 1))
         ]
+        self.plain.append((in_parts(world, make), cut, 2))
         buffers = [world.randn(*SHAPE) for _ in range(2)]
         self.buffers = [(x, x.clone()) for x in buffers]
         self.writing = make(writing, mutated=(1,))
@@ -168,6 +188,33 @@ class Functions:
             make(same_forward, static=(1,), is_inference=False, saved_outputs=(1, 2, 3)),
             make(same_backward, static=(0, 1, 2), is_inference=False, is_backward=True),
         )
+
+
+def in_parts(world: World, make: Callable[..., Any]) -> Callable[..., Any]:
+    """`cut` as a cut graph: two captured parts, and an operator between them, in one call of Dynamo."""
+    calls = types.SimpleNamespace(generation=0)
+    with mock.patch.object(torch_cuda, "calls_of_dynamo", lambda: calls):
+        first, second = make(first_part, of=cut), make(second_part, of=cut)
+
+    def run(inputs: list[Any]) -> Any:
+        calls.generation += 1
+        x, y = inputs
+        inputs.clear()
+        c = first.call([x])[0]
+        del x
+        between = [c.exp(), y]
+        del c, y
+        return second.call(between)
+
+    call = dispatch.in_parts(run, world.device, world.driver, ())
+
+    def with_arguments(*arguments: Any) -> Any:
+        inputs = list(arguments)
+        del arguments
+        return call(inputs)
+
+    with_arguments.call = call  # type: ignore[attr-defined]
+    return with_arguments
 
 
 def trained(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., torch.Tensor]:
