@@ -41,6 +41,7 @@ from .offloading import transfers
 from .offloading.placement import decide_at_run_time
 from .options import Options, inductor_patches
 from .passes.early import compute_early
+from .passes.edits import finished
 from .passes.live_bytes import live_bytes
 from .passes.plan import Plan, repeats_across_regions
 from .passes.rewrite import rewrite
@@ -443,7 +444,7 @@ def planning_partition(
                     joint, split, rewritten, hooks.setting, fused=fused, launched=at_run_time, **parts
                 )
             plans.append(plan)
-            return fw, bw
+            return finished(fw, bw)
         fw, bw = split()
         before = live_bytes(fw, bw, fused=fused, **outputs) if live else ()
         before_ms = step_ms(fw, bw, fused, launched=at_run_time) if live else 0.0
@@ -459,7 +460,7 @@ def planning_partition(
         plans.append(plan)
         if at_run_time and plan.transfers:
             decide_at_run_time(fw, bw, kwargs["num_fwd_outputs"])
-        return fw, bw
+        return finished(fw, bw)
 
     return partition
 
@@ -468,7 +469,7 @@ def partition_without_hooks(joint: GraphModule, joint_inputs: Any, **kwargs: Any
     """torch's min-cut partition; a saved input that the forward writes to is copied first, see passes/snapshots.py."""
     fw, bw = aot.min_cut_partition(joint, joint_inputs, **kwargs)
     save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
-    return fw, bw
+    return finished(fw, bw)
 
 
 def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tuple[list[Plan], Budget | None]:

@@ -181,9 +181,6 @@ def place(
                 following = steps.after(gap)
                 for node in _to_move(planned_now[i][1], what, following):
                     following.prepend(node)
-    for gm in (fw, bw):
-        gm.graph.lint()
-        gm.recompile()
     return tuple(transfers), on_device
 
 
@@ -220,9 +217,6 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     for i, (found, device, limit, terms) in reversed([*enumerate(groups)]):  # of two behind one node the first is first
         terms = terms._replace(ends_graph=i == len(groups) - 1)
         _cross_together(fw, bw, place_of(found[-1]), found, device, limit, terms)
-    for gm in (fw, bw):
-        gm.graph.lint()
-        gm.recompile()
 
 
 def _parts(pairs: _Pairs, place_of: Callable[[tuple[Node, Node]], Node], most_bytes: int) -> list[_Pairs]:

@@ -49,8 +49,6 @@ def compute_early(fw: GraphModule, num_fwd_outputs: int) -> None:
             at.append(each)
             at = each
         moved |= chain
-    fw.graph.lint()
-    fw.recompile()
 
 
 def _is_for_backward(node: Node) -> bool:

@@ -30,6 +30,14 @@ def show(title: str, gm: GraphModule) -> None:
     torch_values.trace_structured("aot_hooks_" + title.replace(" ", "_").replace("'", ""), text)
 
 
+def finished(fw: GraphModule, bw: GraphModule) -> tuple[GraphModule, GraphModule]:
+    """Both graphs, checked, with code for what the passes made of them."""
+    for gm in (fw, bw):
+        gm.graph.lint()
+        gm.recompile()
+    return fw, bw
+
+
 def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Insert a call of `target`, and give it its fake value. The first of `args` is the node of a tensor."""
     node = graph.call_function(target, args, kwargs)

@@ -67,9 +67,6 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
     for unit in inlined:
         for saved in (*(() if unit.keep else (unit.saved,)), *unit.views):
             bw.graph.erase_node(saved.bw_node)
-    for gm in (fw, bw):
-        gm.graph.lint()
-        gm.recompile()
     return tuple(inlined)
 
 
@@ -159,8 +156,6 @@ def lift_constants(gm: GraphModule) -> None:
             lifted = gm.graph.call_function(torch.ops.aten.lift_fresh_copy.default, (node,))
         lifted.meta.update(node.meta)
         node.replace_all_uses_with(lifted, lambda user, lifted=lifted: user is not lifted)
-    gm.graph.lint()
-    gm.recompile()
 
 
 def _cross(bw: GraphModule, value: SavedValue, i: int, leaf: Node, pairs: _Pairs, numbers: _Pairs) -> Node:

@@ -39,8 +39,6 @@ def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
         if node in copies:
             placeholder.meta["val"] = copies[node].meta["val"]
     fw.graph.output_node().args = ([*outputs[:num_fwd_outputs], *(copies.get(n, n) for n in saved)],)
-    fw.graph.lint()
-    fw.recompile()
 
 
 def _written_storages(fw: GraphModule, num_fwd_outputs: int) -> Iterator[Any]:

@@ -74,8 +74,6 @@ def multiply_early(gm: GraphModule) -> None:
             total = call(gm.graph, torch.ops.aten.add.Tensor, *parts)
             node.replace_all_uses_with(call(gm.graph, torch.ops.aten.squeeze.dim, total, 0))
         gm.graph.erase_node(node)
-    gm.graph.lint()
-    gm.recompile()
 
 
 def write_when_made(gm: GraphModule) -> None:
@@ -110,8 +108,6 @@ def unpack_early(gm: GraphModule) -> None:
             if unpacking.issuperset(chain):
                 for each in sorted(chain, key=position.__getitem__):
                     nodes[begin].prepend(each)
-    gm.graph.lint()
-    gm.recompile()
 
 
 def split_kernels(gm: GraphModule) -> None:
@@ -154,8 +150,6 @@ def split_kernels(gm: GraphModule) -> None:
         if fuses(node) and SPLIT not in node.meta and products[early] < products[own]:
             if all(key in free or last[key] >= own for key in kernels.reads[node]):
                 node.meta[SPLIT], node.meta[_EARLY] = node.name, nodes[early].name
-    gm.graph.lint()
-    gm.recompile()
 
 
 def join_kernels(gm: GraphModule, live: Sequence[LivePoint], most: float) -> bool:

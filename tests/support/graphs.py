@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from aot_hooks import Hook, Plan
+from aot_hooks.passes.edits import finished
 from aot_hooks.passes.rewrite import rewrite
 from aot_hooks.settings.setting import Setting
 
@@ -52,6 +53,7 @@ class Pair:
             regions={},
             for_inductor=False,
         )
+        finished(self.fw, self.bw)
         return self
 
     def run(self, *inputs: torch.Tensor, seed: int = 1) -> tuple[list[Any], list[Any]]:
