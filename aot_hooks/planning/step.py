@@ -80,22 +80,14 @@ class Moment:
 ALONE = (Moment("forward"), Moment("backward"))  # of a step that is one call
 
 
-@dataclass(frozen=True)
-class Apart:
-    """A way to plan the calls of a graph apart: the first ones hold the least, so that the others may hold more.
+class Apart(NamedTuple):
+    """A way to plan the calls of a graph apart: the first ones hold the least, so that the others may hold more."""
 
-    Attributes:
-        moments: what is alive beside one of the others.
-        tight_calls, calls: how many hold the least, and how many there are.
-        tight_ratio: time of a call that holds the least, over its time without hooks.
-        ratio: time of all calls over their time without hooks, as the program predicts it.
-    """
-
-    moments: tuple[Moment, ...]
-    tight_calls: int
+    moments: tuple[Moment, ...]  # what is alive beside one of the others
+    tight_calls: int  # how many hold the least
     calls: int
-    tight_ratio: float
-    ratio: float
+    tight_ratio: float  # time of a call that holds the least, over its time without hooks
+    ratio: float  # the same of all calls, as the program predicts it
 
     def ratio_with(self, loose_ratio: float) -> float:
         """Time of all calls over their time without hooks, if each call of the loose version has `loose_ratio`."""
