@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ..errors import BudgetError, BudgetWarning, warn_user
+from ..errors import BudgetWarning, warn_user
 from ..passes.plan import Plan
 from ..passes.trace import canonical
 from ..torch_private import aot, autograd, dynamo
@@ -160,11 +160,6 @@ class Graph:
         found = [plan for plan in plans if plan.live_after]
         if not found:
             return None
-        if found[0].in_step is not None and found[0].in_step.tight_calls and not tight_plans:
-            raise BudgetError(
-                f"{self.group.budget!r}: some calls of a graph are planned to hold the least, and there is no plan of "
-                "what they run, so all would hold more than planned. Raise the peak, and report it: it should not be"
-            )
         code = dynamo.code_being_compiled()
         with _lock:
             for old, gone in self.stale:

@@ -17,7 +17,6 @@ from torch import nn
 import aot_hooks
 from aot_hooks import budget
 from aot_hooks.errors import BudgetError
-from aot_hooks.passes.live_bytes import LivePoint
 from aot_hooks.passes.plan import InStep, Plan
 from aot_hooks.planning import apart, many, within
 from aot_hooks.planning.apart import Ways, tried_counts
@@ -310,16 +309,6 @@ def test_calls_are_apart_if_their_graphs_are_faster_so_not_if_the_program_says_i
     assert tight(1.005, ways=None) == 0  # nothing is solved: none can be faster enough
     assert tight(None) == 2 and tight(None, ways[:1]) == -1  # none that are alike fit
     assert within._or_apart(plan(1.2), None, planned)[2].in_step.tight_calls == 0
-
-
-def test_calls_apart_without_a_version_that_holds_the_least_are_refused():
-    """Else all calls would hold what a part of them was planned to hold."""
-    graph = many.Graph(many.Group(budget(1 << 20)), mode="planned")
-    points = (LivePoint("forward", "mm", 10, "", ""), LivePoint("backward", "mm", 10, "", ""))
-    plan = Plan((), live_before=points, live_after=points, in_step=InStep(4, 0, tight_calls=2))
-    with pytest.raises(BudgetError, match="no plan of what they run"):
-        graph.compiled([plan], None, (), {})
-    assert not graph.was_planned
 
 
 def test_ways_to_plan_apart_are_not_near_each_other():
