@@ -55,7 +55,7 @@ def info_of(node: Node) -> PlaceholderInfo:
     """The `PlaceholderInfo` of `node`: a placeholder, or any node whose value is an input of a part."""
     users = tuple(PlaceholderInfo(user.name, trace_of(user)) for user in node.users)
     # the first operator that writes to `node` itself or through a view of it
-    values = nearest_first(node, lambda value: (u for u in value.users if torch_cuda.returns_views(u.target)))
+    values = nearest_first([node], lambda value: (u for u in value.users if torch_cuda.returns_views(u.target)))
     writer = next((user for value in values for user in value.users if value in written_nodes(user)), None)
     return PlaceholderInfo(node.name, trace_of(node), users, trace_of(writer))
 
@@ -65,9 +65,10 @@ def trace_of(value: Any) -> str | None:
     return value.meta.get("stack_trace") if isinstance(value, Node) else None
 
 
-def nearest_first(node: Node, onward: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
-    """`node`, then those that `onward(node)` gives, then those that it gives for them, and so on; each once."""
-    queue, seen = deque([node]), {node}
+def nearest_first(nodes: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """`nodes`, then those that `onward` gives for each of them, then those that it gives for these; each once."""
+    queue = deque(dict.fromkeys(nodes))
+    seen = set(queue)
     while queue:
         yield (node := queue.popleft())
         new = [n for n in onward(node) if n not in seen]

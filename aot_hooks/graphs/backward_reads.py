@@ -224,7 +224,7 @@ class BackwardReads:
             moves = user in self.of_tangents if node is user else str(node.target) in tables.MOVES_BY_INDEX
             return node.users if moves else ()
 
-        for node in nearest_first(user, moved_into):
+        for node in nearest_first([user], moved_into):
             divisors: list[Any] = [node.args[1]] if node.target is _aten.div.Tensor else []
             if node.target is _aten.mul.Tensor:
                 divisors = [a for a in node.args if isinstance(a, Node) and a.target is _aten.reciprocal.default]
@@ -302,7 +302,7 @@ def _may_be_rounded_for_sine(node: Node) -> bool:
         )
         return n.op != "call_function" or of_number or str(n.target) in tables.BEFORE_SINES
 
-    return all(map(keeps, nearest_first(node, lambda n: n.all_input_nodes)))
+    return all(map(keeps, nearest_first([node], lambda n: n.all_input_nodes)))
 
 
 def _is_minus_square(node: Node) -> bool:

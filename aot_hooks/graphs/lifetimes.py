@@ -69,7 +69,7 @@ def _is_pointwise_cat(node: Node) -> bool:
     computed = [_is_pointwise(n.target) and len(n.users) == 1 for n in parts]
     if any(computed) and all(map(_reads_pointwise, node.users)):
         return True
-    fused = nearest_first(node, lambda n: n.all_input_nodes if n is node or fuses(n) else ())
+    fused = nearest_first([node], lambda n: n.all_input_nodes if n is node or fuses(n) else ())
     return all(computed) and not any(map(reduces, fused))
 
 

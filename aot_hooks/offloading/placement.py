@@ -95,7 +95,7 @@ class _GraphSteps:
         copy of a that starts before that product would need a kernel of its own for the packing. `made` itself if that
         kernel is no shorter a wait than `copy_ms`, if the packing has kernels of its own, or if nothing is computed.
         """
-        packing = [n for n in nearest_first(packed, _sources_in_hook) if FROM_HOOK in n.meta]
+        packing = [n for n in nearest_first([packed], _sources_in_hook) if FROM_HOOK in n.meta]
         computed = [n for n in packing if isinstance(n.meta.get("val"), torch.Tensor) and not is_view(n)]
         if not computed or any(ALONE in n.meta or not (fuses(n) or reduces(n) or is_loop(n)) for n in computed):
             return made
@@ -332,7 +332,7 @@ def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: M
         value = source = start.all_input_nodes[0]
         while is_view(source) and isinstance(source.args[0], Node):
             source = source.args[0]
-        views = sorted(n for n in nearest_first(value, _sources_of_view) if _is_free(n))
+        views = sorted(n for n in nearest_first([value], _sources_of_view) if _is_free(n))
         found.append(_Crossing(leaf, start, wait, slot, reload, back, value, source, views))
     return found
 
@@ -356,14 +356,14 @@ def _sources_in_hook(node: Node) -> list[Node]:
 
 def _item(crossing: _Crossing, kind: int, forward: _GraphSteps, backward: _GraphSteps, copy_ms: float) -> Item:
     nbytes = tensor_bytes(crossing.value.meta["val"])
-    made = max(forward.index.get(n, -1) for n in nearest_first(crossing.value, _sources_of_view))
+    made = max(forward.index.get(n, -1) for n in nearest_first([crossing.value], _sources_of_view))
     if forward.fused:
         made = forward.in_kernel_of_last_reader(crossing.value, made, copy_ms)
 
     def users_of_view(node: Node) -> list[Node]:
         return [] if node in backward.index else [u for u in node.users if u.op == "call_function"]
 
-    readers = [backward.index[n] for n in nearest_first(crossing.back, users_of_view) if n in backward.index]
+    readers = [backward.index[n] for n in nearest_first([crossing.back], users_of_view) if n in backward.index]
     return Item(nbytes, made, min(readers, default=len(backward.nodes) - 1), kind)
 
 
@@ -389,7 +389,7 @@ def _to_move(crossing: _Crossing, what: str, following: Node) -> list[Node]:
         return [*(v for v in crossing.views if not v < following), crossing.start]
     if what in ("wait", "reload"):
         return [crossing.wait if what == "wait" else crossing.reload]
-    return sorted(nearest_first(crossing.back, lambda n: [u for u in n.users if _is_free(u) and u < following]))
+    return sorted(nearest_first([crossing.back], lambda n: [u for u in n.users if _is_free(u) and u < following]))
 
 
 def _keep_on_device(bw: GraphModule, crossing: _Crossing) -> None:

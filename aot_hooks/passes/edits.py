@@ -61,19 +61,15 @@ def last_use(node: Node) -> Node:
     def readers(n: Node) -> list[Node]:
         return [user for user in n.users if user.op != "output"] if storage_of(n) == key else []
 
-    return max(nearest_first(node, readers))
+    return max(nearest_first([node], readers))
 
 
 def with_inputs(nodes: Iterable[Node], until: Collection[Node] = ()) -> dict[Node, None]:
     """`nodes` and all that they are computed from, up to `until`."""
-    found: dict[Node, None] = {}
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in until and node not in found:
-            found[node] = None
-            stack += node.all_input_nodes
-    return found
+    def inside(some: Iterable[Node]) -> list[Node]:
+        return [n for n in some if n not in until]
+
+    return dict.fromkeys(nearest_first(inside(nodes), lambda n: inside(n.all_input_nodes)))
 
 
 def clean_name(name: str) -> str:

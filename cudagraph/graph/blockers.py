@@ -142,7 +142,7 @@ def capture_device(gm: GraphModule, device_type: str) -> torch.device | None:
 
 def blocker_of(node: Node, reason: str, cause: str = "") -> Blocker:
     """The blocker for `node`, with the user's stack of it, or of the nearest operator that it was computed from."""
-    sources = nearest_first(node, lambda n: reversed(n.all_input_nodes))
+    sources = nearest_first([node], lambda n: reversed(n.all_input_nodes))
     trace = next(filter(None, map(trace_of, sources)), None)
     return Blocker(reason, str(node.target), node.name, trace, cause=cause)
 
