@@ -66,6 +66,7 @@ def last_use(node: Node) -> Node:
 
 def with_inputs(nodes: Iterable[Node], until: Collection[Node] = ()) -> dict[Node, None]:
     """`nodes` and all that they are computed from, up to `until`."""
+
     def inside(some: Iterable[Node]) -> list[Node]:
         return [n for n in some if n not in until]
 
