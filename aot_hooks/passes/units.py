@@ -156,10 +156,8 @@ def choose_positions(units: tuple[Unit, ...], fw: GraphModule, *, planned: bool)
 
     Each scale is found right after the value is made, see `Packing`. If memory is tight at the value's last use, the
     whole pack stands there, in a kernel of its own. Otherwise Inductor fuses packing with the value's last reader. That
-    saves a pass over the value, but the reader's result cannot take its memory: three 14336-wide tensors of an MLP are
-    alive where two would do. This matters where the forward is at its peak, in a deep model the last layer. Elsewhere
-    fusing is better: a kernel between two matrix products made them 5% slower on an H200. With `planned`, a budget has
-    counted the bytes with each pack at the value's last use, so it stays there.
+    is faster, but the reader's result cannot take the value's memory. With `planned`, a budget has counted the bytes
+    with each pack at the value's last use, so it stays there.
     """
     movable = [u for u in units if not u.keep and len(u.packings) == 1 and u.saved.value.device.type == "cuda"]
     if not movable:

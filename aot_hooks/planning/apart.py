@@ -21,7 +21,7 @@ from .step import Apart, Bytes, Moment, Step, Value
 _GAIN = 0.01  # of the time of all calls: for less they are not planned apart, which takes another compilation
 _TRIED, _WAYS = 16, 3  # counts that are solved for, and that are returned at most
 # How much more a planned call holds than the recomputation program predicts, as a share of what it holds without hooks.
-# Measured on Llama-3-8B's blocks. It adds up over the calls that may hold more than the least.
+# It adds up over the calls that may hold more than the least.
 _OFF = 0.02
 _ROUNDING = 1e-6
 

@@ -5,8 +5,7 @@
                    d_gate = f(d, gate, up)
 
 Inductor writes a result over an input only if no other node of the kernel reads that input. A second kernel reads its
-inputs once more, by the roofline 0.2 ms for a Llama block of 16,384 tokens on an H200, so the others are joined again.
-CUDA only.
+inputs once more, so where there is room, parts are joined again. CUDA only.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ def split_and_hold(fw: GraphModule, bw: GraphModule, **of_outputs: Any) -> None:
 def multiply_early(gm: GraphModule) -> None:
     """Have each product computed where it stands, in place, if Inductor would compute it with a sum far behind it.
 
-    In a model with tied weights the gradients of all logits would live to the end of the backward: 0.8 GiB for 8192
-    tokens and the 50257 words of GPT-2, in bfloat16. Inductor does not see a product through a view.
+    In a model with tied weights the gradients of all logits would live to the end of the backward. Inductor does not
+    see a product through a view.
     """
     for node in late_products(list(gm.graph.nodes)).values():
         with gm.graph.inserting_before(node):
@@ -206,8 +205,8 @@ def hold_kernels(gm: GraphModule, live: Sequence[LivePoint], peak: int) -> None:
     """Let Inductor fuse only what the prediction of live bytes has in one kernel, except where any order stays low.
 
     Left alone, it computes a tensor again together with a later kernel that reads the same, when both of their results
-    and all of their inputs are alive: 0.9 GiB more for a Llama block of 16,384 tokens. `live` are the predicted points
-    of `gm`, `peak` the bytes that no fusion may exceed.
+    and all of their inputs are alive. `live` are the predicted points of `gm`, `peak` the bytes that no fusion may
+    exceed.
     """
     nodes = list(gm.graph.nodes)
     written = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph)

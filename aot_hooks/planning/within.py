@@ -44,7 +44,7 @@ RECOMPUTED = Hook(RECOMPUTE, in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that the backward computes again. Never run."""
 
 UNSEEN = 0.003  # of the peak, on CUDA: what the allocator rounds up, and kernels' small workspaces
-_ERROR = 0.9  # of `max_error`, for what errors add up to beyond the estimate; GPT-2 on an H200 was off by 1.06 of it
+_ERROR = 0.9  # of `max_error`, for what errors add up to beyond the estimate
 _FEW = 64  # values of a graph whose calls may be planned apart: no step has many calls of a large one
 _MANY = 63  # other calls of a graph of which nobody knows yet how many there are
 _UNKNOWN = (Moment("forward", _MANY), Moment("backward", _MANY))
