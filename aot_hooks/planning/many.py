@@ -66,7 +66,8 @@ class Graph:
         share: bytes that a call may take in the step that is planned, or takes if it is compiled for it (`is_fixed`);
             on average, if some calls hold less than others.
         least_plan: the plan of a call that holds the least, if that is one graph without larger sizes.
-        is_nested: in all planned steps, its calls run backward in the reverse order of their forwards.
+        is_nested: in all planned steps, its calls run backward in the reverse order of their forwards. Else they are
+            alike: a call that holds the least takes much in its backward, while those that hold more still hold it.
         calls: how many hold something at the same time in the planned step.
         compiled_count: how often it was compiled for a step of many calls.
         sizes: the products of symbolic sizes that its bytes are for. A call of larger ones gets a graph of its own.

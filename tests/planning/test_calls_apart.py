@@ -12,6 +12,7 @@ import many_blocks
 import pytest
 import torch
 from many_blocks import WIDTH, Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
+from profiled import most_allocated
 from torch import nn
 
 import aot_hooks
@@ -232,6 +233,26 @@ def test_versions_of_equal_graphs_are_counted_together():
     for number, version in enumerate(versions):
         step.holding[number] = version.for_next_call(step)
     assert [v.is_tight for v in step.holding.values()] == [True, True, False, False]
+
+
+def test_calls_that_run_backward_in_the_order_of_their_forwards_are_alike_and_within_the_budget(x, tmp_path):
+    """Apart, the first backwards would compute much again while the calls that hold more still hold it."""
+    model = model_of(*[Block] * COUNT)
+    peak = peak_of(model, x, SHARE)
+    compile_blocks(model, budget(peak, max_error=0))
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        losses = [block(x).square().sum() for block in model]
+        while losses:
+            losses.pop(0).backward()
+
+    for _ in range(4):
+        step()
+    (plan,) = aot_hooks.last_plans(model)
+    assert plan.in_step.calls == COUNT and plan.in_step.tight_calls == 0
+    x.grad = None
+    assert most_allocated(step, tmp_path) <= peak
 
 
 class Tanh(nn.Module):
