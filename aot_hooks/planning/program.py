@@ -1,14 +1,15 @@
 """Whole choices of a mixed-integer linear program, by HiGHS.
 
       relaxed --fix what is nearest to whole--> relaxed --...--> few are open: solved whole     a dive
-      the best of some dives --over the peak: some values at a time are open again--> under it --likewise--> better
+      the best of two dives --far from the relaxed program--> all values are open, a node of the search
 
 A large program is solved relaxed first. The values that come out nearest to whole are fixed, and it is solved again,
 until so few are open that they can be solved whole. While many are open, the relaxed programs get tighter limits:
-near a relaxed choice that uses up its limits there is no whole one. If the result is above the peak,
-values are fixed again for a lower one, without the options that cost much alone and that the relaxed program hardly
-uses. Then some values at a time are solved again beside the others, until all is under the peak or nothing helps, and
-further if the result is poor. The same program gives the same choice: the search is bounded by counts.
+near a relaxed choice that uses up its limits there is no whole one. If the result is above the peak, or poor, values
+are fixed again for a lower one. If that is poor as well, the whole program is solved, under the peak, but its search
+ends early. If nothing is under the peak then, some values at a time are solved again beside the others, until all is
+under it or nothing helps. Where the lowest peak is asked for, a part of the values at a time is solved again instead.
+The same program gives the same choice: the search is bounded by counts.
 """
 
 from __future__ import annotations
@@ -25,18 +26,16 @@ _GAP = 1e-3  # of the step's time, or of the peak; a plan this near to the best 
 _WHOLE = 300  # integer columns of a program that is solved whole
 _NODES = 40
 _OPEN = 100  # integer columns of a large program that are solved whole at once
-_NODES_AGAIN = 1
+_NODES_AGAIN = 1  # of a program that is solved after dives
 _AT_ONCE, _SURE = 8, 0.8  # values that are fixed at once if they are as near to whole as this
-_DIVES, _POOR = 6, 2  # at most; and of those that find nothing better
+_DIVES = 2
 _COSTLY = 0.2  # of what the relaxed program adds to the step
 _FURTHER, _LOWER = 1.05, 1.0  # times the last dive's excess, times the room: the next dive aims lower by the larger
-_TURNS = 2  # in which all values are solved again
-_PASSED = 2  # times in a row that this is of no use before it ends
+_PASSED = 2  # times in a row that a repair is of no use, in each order, before the next values follow
 _EACH = 0.05  # price of a MiB over the peak at each position, as a share of the price at the highest one
 _FIRST_REPAIRS, _REPAIRS = 6, 24  # times, at most, without costly columns and with them
 _HIGH = 0.3  # of the most that a position is over the peak
-_NEAR = 0.002  # of what the relaxed program has: a whole choice this near to it is not solved again
-_ENOUGH = 0.003  # further from it than that: no more dives if the last one found little better
+_NEAR = 0.004  # of what the relaxed program has: a whole choice this near to it is taken
 _SECONDS = 100  # a guard: nodes end the search long before, on a busy machine as well
 _ERROR_ROOM = 0.35  # of the sum of squared errors, which the first relaxed program leaves free
 
@@ -130,22 +129,25 @@ def integer_solution(program: Program, by_value: Sequence[Sequence[int]], room: 
         return best
     near = (1 + _NEAR) * program.objective(guide)
     least = room == 0  # asked for: no peak is out of reach
-    best = _dives(program, best, guide, by_value, room, near)
-    out_of_reach = not least and guide[program.over] > MOST_OVER
-    if best is None or program.objective(best) <= near or out_of_reach:
+    best = _dives(program, best, by_value, room, near)
+    if best is None or program.objective(best) <= near:
         return best
-    if not least and best[program.over] > MOST_OVER:
-        best = _repair_peak(program, best, guide, by_value)
-    count = -(-whole // _OPEN)
-    for turn in range(1 if least else _TURNS):  # layer by layer, then those furthest from the relaxed program
-        order, passed = _furthest(best, guide, by_value) if turn else by_value, 0
-        for part in range(count):
-            reached = program.objective(best)
-            if reached < near or (passed == _PASSED and not least):
+    if least:
+        count = -(-whole // _OPEN)
+        for part in range(count):  # layer by layer
+            left = by_value[part * len(by_value) // count :][: len(by_value) // count + 1]
+            best = _improve(program, best, by_value, left)
+            if program.objective(best) < near:
                 break
-            best = _improve(program, best, by_value, order[part * len(order) // count :][: len(order) // count + 1])
-            passed = 0 if program.objective(best) < reached - _GAP * abs(near) else passed + 1
-    return best
+        return best
+    if guide[program.over] > MOST_OVER:
+        return best
+    # dives end poorly where all options cost alike, as those of the host do
+    under = replace(program, upper=[*program.upper])
+    under.upper[program.over] = 0.0
+    found = under.solved(whole, _NODES_AGAIN)
+    best = best if found is None else min(best, found, key=program.objective)
+    return _repair_peak(program, best, guide, by_value) if best[program.over] > MOST_OVER else best
 
 
 def _repair_peak(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[int]]) -> Any:
@@ -216,36 +218,25 @@ def _costly(program: Program, guide: Any, by_value: Sequence[Sequence[int]]) -> 
     """Columns of expensive options, such as computing one matrix product again.
 
     An option is expensive if it costs more than the share `_COSTLY` of the time that the relaxed program adds. Those
-    that the relaxed program uses are left out. A dive that rounds such a column up has no way back.
+    that the relaxed program uses are left out.
     """
     fixed = sum(cost for cost, low in zip(program.cost, program.lower, strict=True) if low)
     most = _COSTLY * (program.objective(guide) - fixed)
     return [c for own in by_value for c in own if program.cost[c] > most and guide[c] < 0.5]
 
 
-def _dives(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[int]], room: float, near: float) -> Any:
-    """The best of `best` and some dives without the costly columns; or with them, if none or no peak can be reached."""
-    out_of_reach = guide[program.over] > MOST_OVER
-    costly = {c for c in _costly(program, guide, by_value) if program.upper[c]}
-    closed = replace(program, upper=[0.0 if c in costly else high for c, high in enumerate(program.upper)])
-    for part in (closed, program) if costly else (program,):
-        spare, poor = 0.0, 0
-        solved: dict[tuple[float, ...], Any] = {}  # by the bounds of a program few of whose values were open
-        for k in range(_DIVES):
-            found = _dive(part, by_value, room, spare, solved)
-            if found is None:
-                break
-            little = best is not None and program.objective(found) > (1 - _GAP) * program.objective(best)
-            poor = poor + 1 if little else 0
-            if best is None or program.objective(found) < program.objective(best):
-                best = found
-            enough = (1 + _ENOUGH) * near if little else near
-            over = best[program.over] > MOST_OVER
-            if program.objective(best) <= enough or out_of_reach or poor == _POOR or (over and k):
-                break
-            spare += max(_FURTHER * found[program.over], _LOWER * room)  # the next for a lower peak
-        if best is not None and (not out_of_reach or best[program.over] <= MOST_OVER):
+def _dives(program: Program, best: Any, by_value: Sequence[Sequence[int]], room: float, near: float) -> Any:
+    """The best of `best` and of some dives, each for a lower peak, until one is `near`."""
+    spare = 0.0
+    solved: dict[tuple[float, ...], Any] = {}  # by the bounds of a program few of whose values were open
+    for _ in range(_DIVES):
+        found = _dive(program, by_value, room, spare, solved)
+        if found is None:
             break
+        best = found if best is None else min(best, found, key=program.objective)
+        if program.objective(best) <= near:
+            break
+        spare += max(_FURTHER * found[program.over], _LOWER * room)
     return best
 
 

@@ -353,6 +353,44 @@ def test_what_waits_to_be_sent_does_not_count_for_other_calls():
     assert found.peak_bytes == 9 * 2 * MIB + 10 * MIB  # nine others hold 2 MiB each
 
 
+def waiting_step(layers: int, per_layer: int, *, copies: bool) -> Step:
+    """A step in which the device waits for the host, so that what options cost it hardly counts."""
+    choose = random.Random(0)
+    alike = [
+        (choose.choice((1, 4, 4, 14)), choose.choice((0.0, 0.0, 0.046, 0.092)), choose.sample(range(1, per_layer), 2))
+        for _ in range(per_layer)
+    ]
+    count, values = layers * per_layer, []
+    live = [0] * (2 * count + 2)
+    for i in range(count):
+        layer, k = divmod(i, per_layer)
+        size, cast_ms, back = alike[k]
+        nbytes, first, begin = size * MIB, 2 * count - i, 2 * count - (layer + 1) * per_layer + 1
+        options = [Option("float8()", object(), nbytes // 2, 0.002, 0.03, host_ms=cast_ms)]
+        if copies:
+            options.append(Option("offload()", object(), 0, 0.005, link_bytes=nbytes, host_ms=0.68))
+        if sources := tuple(i - b for b in back if i >= b):
+            options.append(Option(RECOMPUTE, ms=0.01, host_ms=0.046, sources=sources))
+        values.append(Value((f"v{i}",), nbytes, i + 1, first, layer, begin, tuple(options), last=first))
+        for p in range(i + 1, first + 1):
+            live[p] += nbytes
+    return Step(tuple(live), tuple(values), (8.0 / len(live),) * len(live), count + 1, 5e10, 5e10, host_ms=16.0)
+
+
+def test_more_means_are_no_slower_where_the_device_waits_for_the_host() -> None:
+    many, few = (waiting_step(8, 16, copies=copies) for copies in (True, False))
+    peak = 0.35 * many.peak_bytes
+    more, less = (solve(step, peak=peak, max_error=0.02) for step in (many, few))
+    assert max(more.peak_bytes, less.peak_bytes) <= peak + 1
+    assert more.ms <= 1.01 * less.ms
+
+
+def test_a_peak_that_a_search_of_one_node_misses_is_reached() -> None:
+    step = waiting_step(5, 16, copies=False)
+    peak = 0.35 * waiting_step(5, 16, copies=True).peak_bytes
+    assert solve(step, peak=peak, max_error=0.02).peak_bytes <= peak + 1
+
+
 def peaks_program(count: int) -> tuple[Program, list[list[int]]]:
     """`count` values of 10 MiB and as many positions, at each of which three of them are alive, 9 MiB over the peak.
 
