@@ -78,7 +78,7 @@ def capture_partitions(
         return lambda run: dispatch.capture(dataclasses.replace(piece, run=run), options, driver)
 
     run = compilers.with_partitions(code, list(map(capturing, pieces_of(graph, maps))))
-    return dispatch.in_parts(run, graph.device, driver, static_inputs=graph.static_inputs)
+    return dispatch.in_parts(run, graph.device, driver)
 
 
 def pieces_of(graph: Piece, maps: Sequence[compilers.PartitionMap]) -> list[Piece]:

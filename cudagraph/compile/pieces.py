@@ -51,7 +51,7 @@ def callable_of(gm: GraphModule, kind: Kind, options: Options, driver: CaptureDr
             run = dispatch.capture(_piece_of(part, name, run, kind, analysis.device), options, driver)
         runs.append(run)
     run = assemble(gm, analysis.parts, runs)
-    return dispatch.in_parts(run, analysis.device, driver, static_inputs=kind.static_inputs)
+    return dispatch.in_parts(run, analysis.device, driver)
 
 
 def uncaptured(run: Callable[[list[Any]], Any]) -> Boxed:

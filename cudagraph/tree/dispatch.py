@@ -22,7 +22,7 @@ from ..options import Options
 from ..torch_private import cuda as torch_cuda
 from .driver import CaptureDriver
 from .function import Function, Piece, key_value
-from .liveness import STALE, on_slots
+from .liveness import STALE
 from .node import EdgeKey
 from .tree import Tree, close_later, close_pending, one_at_a_time
 
@@ -128,27 +128,29 @@ def capture(piece: Piece, options: Options, driver: CaptureDriver) -> Callable[[
 
 
 def in_parts(
-    run: Callable[[list[Any]], Sequence[Any]], device: torch.device, driver: CaptureDriver, static_inputs: Sequence[int]
+    run: Callable[[list[Any]], Sequence[Any]], device: torch.device, driver: CaptureDriver
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """`run`, the callable of a cut graph, whose captured parts are for `device` and `driver`.
 
     The first part may begin a step, which takes the memory of outputs that are held. An input of the graph may be one
-    of them, and only a later part reads it, or writes to it. So the tree is told which outputs the inputs are.
+    of them, and only a later part reads it, or writes to it. So the tree is told of all inputs.
     """
     number = numbers.setdefault((driver, device), len(numbers))
-    fixed = frozenset(static_inputs)
 
     def call(inputs: list[Any]) -> Sequence[Any]:
-        tree = _trees_of_this_thread().get(number)
+        trees = _trees_of_this_thread()
+        tree = trees.get(number)
         if tree is None:
             return run(inputs)
-        before = tree.also_read
-        found = on_slots([x for i, x in enumerate(inputs) if i not in fixed], tree.path_end.live)
-        tree.also_read = before.union(found.values())
+        now = marks_so_far(trees)
+        if now != tree.marks:
+            tree.mark(now, inputs)  # while all inputs are in one list, where a copy can take their place
+        before = tree.around
         try:
+            tree.around = [*before, *(weakref.ref(x) for x in inputs if isinstance(x, torch.Tensor))]
             return run(inputs)
         finally:
-            tree.also_read = before
+            tree.around = before
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class Call:
     is_marked: bool  # the thread marks its steps
     in_one_call: bool  # the last graph ran in the same call of a compiled function, which has graph breaks
     can_move: Callable[[Slot], bool]  # whether the tensors on a slot can be copied out
-    also_read: frozenset[Slot] = frozenset()  # by other parts of the same cut graph, after this one
+    also_read: Collection[Slot] = ()  # those of the path that later parts of the same cut graph may read
 
 
 def next_of(call: Call) -> Next:
@@ -102,10 +102,10 @@ def next_of(call: Call) -> Next:
     on_path = on_slots(inputs, node.live)
     if any(i in on_path for i in function.piece.mutated_inputs):
         return Next.GOES_ON
-    if not all(map(call.can_move, call.also_read.intersection(node.live))):
+    if not all(map(call.can_move, call.also_read)):
         return Next.GOES_ON
     own = {slot for recording in ran for slot in recording.slots}
-    read = {*on_path.values(), *call.also_read.intersection(node.live)}
+    read = {*on_path.values(), *call.also_read}
     others = [slot for slot in held(node.live) if slot not in read and not slot.copies]
     if sum(_on_same_parameters(recording, inputs) for recording in ran) < REPEATS:
         if call.in_one_call or not all(map(call.can_move, read)):

@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +83,7 @@ class Tree(Cursor):
         self.marks: int | None = marks  # the thread's count of marks at the last call; None makes the next call `mark`
         self.last_mark = marks  # the same count, but never None: a higher one means that there was a mark
         self.is_marked = False  # the thread marks its steps, so they don't begin by themselves
-        self.also_read: frozenset[Slot] = frozenset()  # inputs of the cut graph that runs: parts of it may read them
+        self.around: list[weakref.ref[torch.Tensor]] = []  # inputs of the cut graphs that run
         self.calling: Any = None  # generation of the last call, the same for all graphs of one compiled call
         self.functions: set[Function] = set()  # those whose callable is alive
         self.warmup = Warmup(driver, device)
@@ -126,8 +127,8 @@ class Tree(Cursor):
         came_from = self.path_end
         generation = function.call_counter.generation
         in_one_call, self.calling = self.calling == generation, generation
-        step = self.uncaptured
-        call = Call(function, inputs, came_from, step, self.is_marked, in_one_call, self.can_move, self.also_read)
+        also_read = self._also_read(came_from.live)
+        call = Call(function, inputs, came_from, self.uncaptured, self.is_marked, in_one_call, self.can_move, also_read)
         then = next_of(call)
         if then is Next.BEGINS:
             self.end_step(inputs)
@@ -371,7 +372,7 @@ class Tree(Cursor):
     def _release_held_outputs(self, slots: list[Slot], inputs: list[Any]) -> None:
         """Copy out the tensors on `slots`, whose memory is about to be reused, or make reading them an error."""
         by_input = on_slots(inputs, slots)
-        read = {*by_input.values(), *self.also_read}  # by this call, whatever becomes of the others
+        read = {*by_input.values(), *self._also_read(slots)}  # by this call, whatever becomes of the others
         wanted = [slot for slot in slots if slot.copies or slot in read]
         moving = [slot for slot in wanted if self.can_move(slot)]
         self.driver.copy_out([slot.storage for slot in moving])
@@ -389,6 +390,10 @@ class Tree(Cursor):
         if any(slot.given_as_copies for slot in slots):
             for recording in self.root.recordings():
                 recording.choose_output_path()
+
+    def _also_read(self, slots: Sequence[Slot]) -> set[Slot]:
+        """Those of `slots` that later parts of the cut graph which runs may read."""
+        return set(on_slots([ref() for ref in self.around], slots).values()) if self.around else set()
 
     def can_move(self, slot: Slot) -> bool:
         return not slot.host and self.driver.can_copy_out(slot.storage)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from capture_simulator import Simulator
 from pieces import scaled
-from places import PLACES
+from places import PLACES, backend_with
 from torch import nn
 
 import aot_hooks
@@ -237,6 +237,41 @@ def test_a_held_output_that_only_a_later_part_reads(place, marked):
         x = torch.randn(4, 4, device=place.device)
         state, expected = compiled(x, state), step(x, expected)
         torch.testing.assert_close(state, expected)
+    assert cudagraph.stats()["replays"] > 0
+
+
+class Recurrent(nn.Module):
+    """Its state is a buffer that a later part reads, and writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("state", torch.ones(4, 4))
+
+    def forward(self, x):
+        h = scaled((x.cos() * 2).exp(), 1.5).tanh()
+        new = (self.state + h).tanh()
+        self.state.add_(h)
+        return new.sin() + new
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("moves", ["all", "made"])
+def test_a_buffer_that_is_an_output_and_that_only_a_later_part_reads(marked, moves):
+    """`made`: as before torch 2.13, where a storage can be moved once."""
+    module = Recurrent()
+    reference = copy.deepcopy(module)
+    compiled = torch.compile(module, backend=backend_with(Simulator(moves=moves)))
+    with torch.no_grad():
+        for _ in range(10):
+            if marked:
+                cudagraph.mark_step_begin()
+            x = torch.randn(4, 4)
+            out, expected = compiled(x), reference(x)
+            torch.testing.assert_close(out, expected)
+            torch.testing.assert_close(module.state + 0, reference.state)
+            module.state, reference.state = out, expected
+            del out, expected
     assert cudagraph.stats()["replays"] > 0
 
 

@@ -206,7 +206,7 @@ def in_parts(world: World, make: Callable[..., Any]) -> Callable[..., Any]:
         del c, y
         return second.call(between)
 
-    call = dispatch.in_parts(run, world.device, world.driver, ())
+    call = dispatch.in_parts(run, world.device, world.driver)
 
     def with_arguments(*arguments: Any) -> Any:
         inputs = list(arguments)
