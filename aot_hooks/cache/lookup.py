@@ -167,7 +167,7 @@ class _Lookup(Extension):
         self.full_key, self.lines = key, lines
 
     def refuse(self, entry: Entry) -> str:
-        self.found, self.refused = True, ""
+        self.found, self.refused, self.stored_plans = True, "", []
         data = entry.attached(_NAME)
         try:
             if data is not None:

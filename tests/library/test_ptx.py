@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import numpy as np
@@ -117,3 +118,34 @@ def test_an_instruction_that_is_not_known_is_an_error():
         run("{ popc.b32 $0, $1; }", 1, np.zeros(1, np.uint32))
     one = np.array([0x80FF7F01], np.uint32)
     assert prmt(one, one, np.array([0xFB40], np.uint32))[0] == 0xFFFF0101
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without triton")
+@pytest.mark.parametrize("size", [1, 128])
+def test_it_assembles_for_a_block_of_any_size(size, tmp_path):
+    """Triton and ptxas accept it, for a GPU that need not exist."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = tmp_path / f"blocks_of_{size}.py"
+    source.write_text(f"""
+import triton
+import triton.language as tl
+
+@triton.jit
+def there_and_back(x_ptr, s_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    x, s = tl.load(x_ptr + at), tl.load(s_ptr + at)
+    q = tl.inline_asm_elementwise('{ptx._TO_INT8}', '=r,f,f', [x, s], dtype=tl.int32, is_pure=True, pack=1)
+    q = q.to(tl.uint8).to(tl.int32)
+    y = tl.inline_asm_elementwise('{ptx._FROM_INT8}', '=f,r,f', [q, s], dtype=tl.float32, is_pure=True, pack=1)
+    tl.store(out_ptr + at, y)
+""")
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    signature = {"x_ptr": "*fp32", "s_ptr": "*fp32", "out_ptr": "*fp32", "SIZE": "constexpr"}
+    made = ASTSource(module.there_and_back, signature, {"SIZE": size})
+    assert triton.compile(made, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
