@@ -41,7 +41,8 @@ class Training:
         self._end: Any = None
         self._has_run = self._has_warned = False  # a graph with gradients has run; a batch without any was warned of
         self._latest: list[tuple[Plan, int]] = []
-        self._before: list[tuple[Plan, int]] = []  # what ran before the last call of `next_batch`
+        self._before: list[tuple[Plan, int]] = []  # what ran before the last call of `next_batch`; whether anything did
+        self._ran_before = False
 
     def start(self) -> None:
         """Enable. What an earlier training left enabled, because it raised, ends first."""
@@ -51,7 +52,7 @@ class Training:
         self._end = weakref.finalize(self, Enabled.disable, self._enabled)
         self._end.atexit = False
         self._has_run = self._has_warned = False
-        self._latest, self._before = [], []
+        self._latest, self._before, self._ran_before = [], [], False
 
     def stop(self) -> None:
         if self._end is not None:
@@ -61,7 +62,7 @@ class Training:
     def next_batch(self) -> None:
         """A batch begins: what ran since the last one, such as an evaluation, is not of it."""
         if self._enabled is not None:
-            self._before = self._enabled.runs()
+            self._ran_before, self._before = self._enabled.run_count > 0, self._enabled.runs()
 
     def batch_done(self, hint: str = "", *, skipped: bool = False, or_before: bool = False) -> None:
         """Note which graphs ran with gradients. A batch that was `skipped` may run none. With `or_before` and none
@@ -72,7 +73,7 @@ class Training:
         """
         if self._enabled is None:
             return
-        ran = self._enabled.run_count > 0
+        ran = self._enabled.run_count > 0 or (or_before and self._ran_before)
         self._latest = self._enabled.runs() or (self._before if or_before else [])
         if self._latest or skipped:
             self._has_run = self._has_run or bool(self._latest)
