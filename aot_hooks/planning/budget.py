@@ -146,7 +146,7 @@ def bytes_of(size: int | str | None) -> int:
 
 def mib(nbytes: float) -> str:
     number = nbytes / 2**20
-    return f"{round(number, 4):.4g} MiB" if number < 1000 else f"{number:.1f} MiB"
+    return f"{number:.4g} MiB" if number < 1000 else f"{number:.1f} MiB"
 
 
 def _is_policy(value: object) -> bool:

@@ -26,10 +26,11 @@ from ..identity.memo import Memo
 from ..passes.plan import Plan
 from ..torch_private import dynamo
 from ..torch_private.autograd import at_end_of_backward
-from .budget import Budget, mib
+from .budget import Budget
 from .step import ALONE
 
 log = logging.getLogger("aot_hooks")
+_MIB = 1 << 20
 _AFTER = "after the compiled forward: in the loss, or in the backward"
 _TRIES = 3  # calls that are measured alone
 _ROOM = 1.25  # times the bytes that a plan did not foresee: the next plan may miss more
@@ -172,8 +173,8 @@ def step_check(budget: Budget, plans: Sequence[Plan], *, tighter: bool) -> StepC
 def _warn(budget: Budget, peak: int, taken: int, predicted: int, where: str, *, tighter: bool) -> None:
     tried = ", with a plan that is tighter by what the first did not foresee" if tighter else ""
     warn_user(
-        f"aot_hooks: {budget!r}: a step took {mib(taken)} over what was allocated before it, "
-        f"{mib(taken - peak)} more than the budget{tried}. Predicted were {mib(predicted)} for "
+        f"aot_hooks: {budget!r}: a step took {taken / _MIB:.1f} MiB over what was allocated before it, "
+        f"{(taken - peak) / _MIB:.1f} MiB more than the budget{tried}. Predicted were {predicted / _MIB:.1f} MiB for "
         f"{where}. What code outside of the graph allocates counts too: "
         "compile the loss with the model, or lower the peak by that much",
         BudgetWarning,

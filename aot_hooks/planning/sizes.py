@@ -23,11 +23,11 @@ from ..errors import BudgetWarning, warn_user
 from ..passes.plan import Plan
 from ..torch_private import dynamo
 from ..torch_private.values import hint, pytree, symbols_of, upper_bound
-from .budget import mib
 from .recorded import Version
 from .within import UNSEEN
 
 MOST_GROWN = 4  # times that a graph is planned for larger sizes
+_MIB = 1 << 20
 Product = tuple[tuple[int, int], ...]  # of inputs' places and exponents
 
 
@@ -114,7 +114,7 @@ def guarded(run: Callable[..., Any], version: Version, plans: Sequence[Plan], si
             larger = ", ".join(f"{args[i]} in place of {size}" for i, size in planned.items() if args[i] != size)
             warn_user(
                 f"aot_hooks: {graph.group.budget!r}: a graph runs with sizes that it was not planned for ({larger}). "
-                f"It may take {mib(growth * predicted)}, more than the budget of {mib(peak)}, and is "
+                f"It may take {growth * predicted / _MIB:.1f} MiB, more than the budget of {peak / _MIB:.1f}, and is "
                 "not compiled again: it was, several times, nothing takes less, its sizes have bounds of their own, or "
                 "its function has half of the versions that torch._dynamo.config.recompile_limit allows. Run the "
                 "largest sizes first, or compile with dynamic=False, for a plan for each size",

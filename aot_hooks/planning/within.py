@@ -45,6 +45,7 @@ RECOMPUTED = Hook(RECOMPUTE, in_plans_only, in_plans_only)
 
 UNSEEN = 0.003  # of the peak, on CUDA: what the allocator rounds up, and kernels' small workspaces
 _ERROR = 0.9  # of `max_error`, for what errors add up to beyond the estimate
+_MIB = 1 << 20
 _FEW = 64  # values of a graph whose calls may be planned apart: no step has many calls of a large one
 _MANY = 63  # other calls of a graph of which nobody knows yet how many there are
 _UNKNOWN = (Moment("forward", _MANY), Moment("backward", _MANY))
@@ -353,7 +354,7 @@ def _why(solution: Solution, step: Step, number: int, again: Option | None = Non
 
 
 def _offer(option: Option, nbytes: int, frees: str) -> str:
-    return f"{option.name} {frees} {mib(nbytes - option.packed_bytes)} for {option.ms:.3f} ms"
+    return f"{option.name} {frees} {(nbytes - option.packed_bytes) / _MIB:.1f} MiB for {option.ms:.3f} ms"
 
 
 def _with_recomputed(
