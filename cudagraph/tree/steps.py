@@ -57,7 +57,6 @@ def next_of(call: Call) -> Next:
     `function` did not run in this step                                           goes on
     a forward waits for its backward, or a backward runs                          goes on
     the call writes to memory that was given out                                  goes on
-    a later part of the graph reads memory that can't be copied out a second time goes on
     one call of a compiled function ran the last graph too (it has graph breaks)  goes on *
     the call reads memory that can't be copied out a second time (torch < 2.13)   goes on *
     the call reads another function's output, and more of those are held          reads on *
@@ -101,8 +100,6 @@ def next_of(call: Call) -> Next:
         return Next.GOES_ON
     on_path = on_slots(inputs, node.live)
     if any(i in on_path for i in function.piece.mutated_inputs):
-        return Next.GOES_ON
-    if not all(map(call.can_move, call.also_read)):
         return Next.GOES_ON
     own = {slot for recording in ran for slot in recording.slots}
     read = {*on_path.values(), *call.also_read}

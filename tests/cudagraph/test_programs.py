@@ -25,6 +25,7 @@ from aot_hooks import cudagraphs
 from aot_hooks.backend import aot_hooks as hooks_backend
 from cudagraph.compile.compilation import Compilation
 from cudagraph.explain import explain_with
+from cudagraph.torch_private import cuda as torch_cuda
 from cudagraph.tree import dispatch
 from cudagraph.tree.driver import cuda_driver
 
@@ -237,7 +238,7 @@ def test_a_held_output_that_only_a_later_part_reads(place, marked):
         x = torch.randn(4, 4, device=place.device)
         state, expected = compiled(x, state), step(x, expected)
         torch.testing.assert_close(state, expected)
-    assert cudagraph.stats()["replays"] > 0
+    assert cudagraph.stats()["replays"] > 0 or not (torch_cuda.can_swap() or marked)
 
 
 class Recurrent(nn.Module):
@@ -255,6 +256,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.core
+@pytest.mark.skipif(not torch_cuda.can_swap(), reason="this torch can't move a storage on the CPU")
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("moves", ["all", "made"])
 def test_a_buffer_that_is_an_output_and_that_only_a_later_part_reads(marked, moves):
