@@ -132,8 +132,9 @@ def in_parts(
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """`run`, the callable of a cut graph, whose captured parts are for `device` and `driver`.
 
-    The first part may begin a step, which takes the memory of outputs that are held. An input of the graph may be one
-    of them, and only a later part reads it, or writes to it. So the tree is told of all inputs.
+    A part may begin a step, which takes the memory of outputs that are held. An input of the graph may be one of them,
+    and only a later part reads it, or writes to it. So the tree is told of all inputs. If an operator between the parts
+    runs compiled functions, they may begin a step while a later part waits for what an earlier one gave out.
     """
     number = numbers.setdefault((driver, device), len(numbers))
 
@@ -145,12 +146,13 @@ def in_parts(
         now = marks_so_far(trees)
         if now != tree.marks:
             tree.mark(now, inputs)  # while all inputs are in one list, where a copy can take their place
-        before = tree.around
+        before, entered = tree.around, tree.entered
         try:
+            tree.entered = entered or tree.path_end
             tree.around = [*before, *(weakref.ref(x) for x in inputs if isinstance(x, torch.Tensor))]
             return run(inputs)
         finally:
-            tree.around = before
+            tree.around, tree.entered = before, entered
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

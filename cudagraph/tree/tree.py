@@ -84,6 +84,7 @@ class Tree(Cursor):
         self.last_mark = marks  # the same count, but never None: a higher one means that there was a mark
         self.is_marked = False  # the thread marks its steps, so they don't begin by themselves
         self.around: list[weakref.ref[torch.Tensor]] = []  # inputs of the cut graphs that run
+        self.entered: Node | None = None  # where the path was when the outermost of them was called; None without any
         self.calling: Any = None  # generation of the last call, the same for all graphs of one compiled call
         self.functions: set[Function] = set()  # those whose callable is alive
         self.warmup = Warmup(driver, device)
@@ -392,7 +393,9 @@ class Tree(Cursor):
                 recording.choose_output_path()
 
     def _also_read(self, slots: Sequence[Slot]) -> set[Slot]:
-        """Those of `slots` that later parts of the cut graph which runs may read."""
+        """Those of `slots` that later parts of the cut graph which runs may read: its inputs, and all if a part ran."""
+        if self.entered not in (None, self.path_end):
+            return set(slots)
         return set(on_slots([ref() for ref in self.around], slots).values()) if self.around else set()
 
     def can_move(self, slot: Slot) -> bool:

@@ -277,6 +277,49 @@ def test_a_buffer_that_is_an_output_and_that_only_a_later_part_reads(marked, mov
     assert cudagraph.stats()["replays"] > 0
 
 
+between_parts = {"run": lambda x: None}
+
+
+def calling(x):
+    """An operator that can't be captured, and that runs `between_parts["run"]`."""
+    between_parts["run"](x)
+    return x * 1.5
+
+
+library = torch.library.Library("cudagraph_tests_calling", "DEF")  # in a `custom_op` Dynamo is disabled
+library.define("calling(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+library.impl("calling", calling, "CPU")
+torch.library.register_fake("cudagraph_tests_calling::calling", torch.empty_like)
+
+
+@pytest.mark.core
+@pytest.mark.skipif(not torch_cuda.can_swap(), reason="this torch can't move a storage on the CPU")
+@pytest.mark.parametrize("count", [3, 20])
+def test_functions_that_run_between_the_parts_leave_what_later_parts_read(monkeypatch, count):
+    """After many calls each begins a step, while the last part waits for an output of the first one."""
+    backend = backend_with(Simulator())
+    inner = torch.compile(lambda x, y: ((x.sin() * 2).exp() + y).tanh() * 2, backend=backend)
+    held = [torch.ones(4, 4)]
+
+    def run_inner(x):
+        for _ in range(count):
+            held[0] = inner(x, held[0])
+
+    def step(x, state):
+        a = (x.cos() * 2).exp()
+        return (torch.ops.cudagraph_tests_calling.calling(a) + state).tanh() * 2 + a.sin()
+
+    compiled = torch.compile(step, backend=backend)
+    state = expected = torch.ones(4, 4)
+    for _ in range(14):
+        x = torch.randn(4, 4)
+        monkeypatch.setitem(between_parts, "run", run_inner)
+        state = compiled(x, state)
+        monkeypatch.setitem(between_parts, "run", lambda x: None)
+        expected = step(x, expected)
+        torch.testing.assert_close(state + 0, expected)
+
+
 def test_graph_breaks_and_dynamic_shapes(place):
     module = Net(cut=True).to(place.device)
     reference = copy.deepcopy(module)
