@@ -143,14 +143,18 @@ def in_parts(
         tree = trees.get(number)
         if tree is None:
             return run(inputs)
-        now = marks_so_far(trees)
-        if now != tree.marks:
-            tree.mark(now, inputs)  # while all inputs are in one list, where a copy can take their place
         before, entered = tree.around, tree.entered
         try:
+            now = marks_so_far(trees)
+            if now != tree.marks:
+                tree.mark(now, inputs)  # while all inputs are in one list, where a copy can take their place
             tree.entered = entered or tree.path_end
-            tree.around = [*before, *(weakref.ref(x) for x in inputs if isinstance(x, torch.Tensor))]
+            if not tree.path_end.watch_live.none_held():
+                tree.around = [*before, *(weakref.ref(x) for x in inputs if isinstance(x, torch.Tensor))]
             return run(inputs)
+        except RuntimeError as error:
+            raise_if_stale(error)
+            raise
         finally:
             tree.around, tree.entered = before, entered
 
