@@ -154,3 +154,12 @@ def test_collections_are_on_when_graphs_are_compiled_and_after_all(monkeypatch) 
                 torch.compile(lambda x: x.sin().exp(), backend="aot_hooks")(x).sum().backward()
         assert aot_hooks.cache_stats()[result] == 1 and gc.get_threshold()[0] > 0
     assert on == {"rewrite": [True], "pack_up": [True], "unpack": [False]}
+
+
+def test_plans_are_those_of_the_entry_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another extension may refuse an entry that ours has accepted."""
+    monkeypatch.setattr(lookup, "unpack", lambda data, *_: [data])
+    event = lookup._Lookup(Key((), ()), [], list, lambda: None)
+    for data, plans in ((b"first", [b"first"]), (b"second", [b"second"]), (None, [])):
+        entry: Any = SimpleNamespace(attached=lambda _, data=data: data, has_backward=data is not None)
+        assert event.refuse(entry) == "" and event.stored_plans == plans
