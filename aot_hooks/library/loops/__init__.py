@@ -23,6 +23,7 @@ The library's arithmetic is written three times, because none of the languages r
     int8 codes + 127, 0 to 255  operators.to_int8                 to_int8                    -
       and back                  operators.from_int8               from_int8                  -
     int4 codes and zeros        integer.pack_int4, unpack_int4    -                          kernels4._pack4, _unpack4
+    bits                        bitmask.pack_bits, unpack_bits    -                          kernels8._pack1, _unpack1
 
 `scales.py` has the constants of all. Tests hold each row together: test_ptx.py runs the PTX on an emulator,
 test_kernels.py runs the kernels in Triton's interpreter, and both compare bit for bit with the tensor code.
