@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-import cudagraph
 from cudagraph.compile.compilation import Compilation
 
 from . import cudagraphs, records, unused
@@ -87,7 +86,7 @@ def reset() -> None:
     `torch._dynamo.reset()` calls it.
     """
     records.forget()
-    cudagraph.reset()  # recordings write to host memory that is about to be freed
+    cudagraphs.forget()
     offload_stats.reset()
     pairs.forget()
     region.forget()

@@ -40,3 +40,8 @@ def compilation(options: cudagraph.Options) -> Compilation:
         cudagraph.register_host_operator(operator)
     transfers.capture_under_way = cudagraph.capturing
     return Compilation(options)
+
+
+def forget() -> None:
+    """Forget recordings: they write to host memory that is about to be freed."""
+    cudagraph.reset()
