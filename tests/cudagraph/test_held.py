@@ -9,6 +9,7 @@ from tree_programs import World, same, steps
 from cudagraph.errors import StaleOutputError
 from cudagraph.torch_private import cuda as torch_cuda
 from cudagraph.tree import dispatch
+from cudagraph.tree.liveness import STALE
 
 
 def test_a_stale_input_is_an_error(world):
@@ -25,6 +26,19 @@ def test_a_stale_input_is_an_error(world):
     with pytest.raises(StaleOutputError, match="output 0 of graph"):
         g(h)
     steps(world, f, lambda x: [x.sin()], lambda: (world.randn(4),))
+
+
+def test_a_stale_input_between_the_parts_of_a_graph_is_the_same_error(world):
+    """torch raises a RuntimeError, whose text `poison` gave it."""
+    f = world.function(lambda x: [x.sin()])
+    f(world.randn(4))  # the thread has a tree
+
+    def reads_stale(inputs):
+        inputs.clear()
+        raise RuntimeError(f"output 0 of graph 0 is {STALE}")
+
+    with pytest.raises(StaleOutputError, match="output 0 of graph 0"):
+        dispatch.in_parts(reads_stale, world.device, world.driver)([world.randn(4)])
 
 
 @pytest.mark.skipif(not torch_cuda.can_swap(), reason="this torch can't point a storage elsewhere")
