@@ -86,7 +86,7 @@ def named_rows(bench: WholeStep, options: argparse.Namespace) -> list[tuple[str,
     without hooks; then peers."""
     allow = tuple(options.allow.split(","))
 
-    def budget(peak: int | str, allow: tuple[str, ...]) -> Any:
+    def budget(peak: str, allow: tuple[str, ...]) -> Any:
         return aot_hooks.budget(peak, allow=allow, max_error=options.max_error)
 
     rows: list[tuple[str, str, Any]] = [(NO_HOOKS, NO_HOOKS, aot_hooks.policies.everything(aot_hooks.KEEP))]
@@ -96,7 +96,7 @@ def named_rows(bench: WholeStep, options: argparse.Namespace) -> list[tuple[str,
         lowest = aot_hooks.budget(max_slowdown=float("inf"), allow=allow, max_error=options.max_error)
         least, most = 1.01 * _planned_peak(bench, lowest), _planned_peak(bench, aot_hooks.KEEP)
         peaks = [int(least + k / (options.count - 1) * (most - least)) for k in range(options.count)]
-        rows += [("budget", f"{peak / MIB:.1f} MiB", budget(peak, allow)) for peak in peaks]
+        rows += [("budget", f"{peak / MIB:.1f} MiB", budget(f"{peak}B", allow)) for peak in peaks]
     return rows + [("peer", name, None) for name in options.peers.split(",") if name]
 
 

@@ -140,7 +140,9 @@ def rows_of(name: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]
     for means, allow, max_error in (("any", None, MAX_ERROR), ("exact", EXACT, 0.0)):
         named = {"max_error": max_error} | ({} if allow is None else {"allow": allow})
         limit = (stock + planned(aot_hooks.budget(max_slowdown=math.inf, **named))) // 2
-        rows.append({"model": name, "means": means, "policy": aot_hooks.budget(limit, **named), "budget_bytes": limit})
+        rows.append(
+            {"model": name, "means": means, "policy": aot_hooks.budget(f"{limit}B", **named), "budget_bytes": limit}
+        )
     steps = []
     reference = None
     for row in rows:

@@ -83,7 +83,7 @@ def prepared(row: str, said: argparse.Namespace, stack: Stack, mesh: DeviceMesh,
     how: dict[str, Any] = {}
     if row in HOOKS or row in CAPTURED or row in BUDGETS:
         nbytes = int(budget_gib * GIB) + ("alike" in row)  # a byte more, so that no stored plan is taken
-        policy = aot_hooks.budget(nbytes) if row in BUDGETS else HOOKS[CAPTURED.get(row, row)]
+        policy = aot_hooks.budget(f"{nbytes}B") if row in BUDGETS else HOOKS[CAPTURED.get(row, row)]
         options = {"inner": inner, "policy": policy, "cudagraphs": row in CAPTURED}
         options["recompute_pointwise"] = row.endswith(AGAIN)
         if parallel == "ddp":  # what crosses from bucket to bucket is an input and an output, and nobody else's

@@ -151,7 +151,7 @@ def make_model(setting: Setting, *, float8: bool) -> Any:
 
 def make_policy(name: str, budget_bytes: int | None) -> Any:
     if name == "budget":
-        return None if budget_bytes is None else aot_hooks.budget(budget_bytes)
+        return None if budget_bytes is None else aot_hooks.budget(f"{budget_bytes}B")
     if "offload_float8" in name:
         stall, timed = float("inf") if name.endswith("_all") else 0.0, name.endswith(("_timed", "_all"))
         return aot_hooks.offload(then=aot_hooks.float8(), max_stall_ms=stall, across_graphs=timed)

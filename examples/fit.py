@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = aot_hooks.frontier(Model(), batches()[0], inner="aten", max_error=max_error)
     print(found)
     least, most = found.points[0].peak_bytes, found.points[-1].peak_bytes
-    policy = aot_hooks.budget((least + most) // 2, max_error=max_error)
+    policy = aot_hooks.budget(f"{(least + most) // 2}B", max_error=max_error)
     print(f"\ntraining under {policy!r}")
     plain, expected, _ = train(None)
     losses, gradients, (plan,) = train(policy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
@@ -12,15 +12,13 @@ import torch
 from ..errors import OptionError, names_arguments
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
+from ..settings.byte_sizes import bytes_of, shown
 from .apart import Ways
 from .step import ALONE, Moment
 
 ALLOWED = ("recompute", "lossless", "offload", "float8", "int8", "int4")
 EXACT = ("recompute", "lossless", "offload")  # of these
 _FIT = 0.95  # share of the device's free memory that "fit" may take
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
-_UNITS["ti"] = 1 << 40
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,7 +27,7 @@ class Budget:
 
     Attributes:
         peak: bytes, "fit", or None.
-        max_slowdown: the longest step over one without hooks, as a ratio; None: any.
+        max_slowdown: how much longer than without hooks a step may take: 0.05 is 5%; None, math.inf: any.
         free: of "fit": bytes that the device had free when the graph was compiled, less a margin; None: not asked yet.
         over: bytes by which a measured step was over `peak`; the plan takes less by that, see measured.py.
         moments: what is alive beside the graph in a step of many compiled calls, see many.py.
@@ -58,6 +56,11 @@ class Budget:
     decides_for_graph: ClassVar[bool] = True  # so no other policy may ask it for one tensor
 
     @property
+    def step_ratio(self) -> float:
+        """The longest time of a step over that without hooks."""
+        return math.inf if self.max_slowdown is None else 1 + self.max_slowdown
+
+    @property
     def peak_bytes(self) -> int | None:
         """The peak in bytes. None: the lowest is asked for, or it is "fit" and no CUDA device is known."""
         return self.free if self.peak == "fit" else cast("int | None", self.peak)
@@ -69,8 +72,9 @@ class Budget:
         return "budget: not in a graph that it plans"
 
     def __repr__(self) -> str:
-        arguments = [] if self.peak is None else [repr(self.peak)]
-        arguments += [] if self.max_slowdown is None else [f"max_slowdown={self.max_slowdown!r}"]
+        peak = shown(self.peak) if isinstance(self.peak, int) else self.peak
+        arguments = [] if peak is None else [repr(peak)]
+        arguments += [] if self.max_slowdown is None else [f"max_slowdown={_shown(self.max_slowdown)}"]
         arguments += [] if self.allow == ALLOWED else [f"allow={self.allow!r}"]
         arguments += [] if self.max_error == 0.05 else [f"max_error={self.max_error!r}"]
         return f"budget({', '.join(arguments)})"
@@ -91,9 +95,10 @@ def budget(
 
     Args:
         peak: the most bytes of the step, over what is allocated before it: a number, "24GiB", "500MB", or "fit". "fit"
-            asks the device for its free memory when the graph is compiled, and leaves 5% of it.
-        max_slowdown: how much longer the step may take than without hooks: 0.05 or 1.05 for 5%. Without `peak` the plan
-            with the lowest peak within that time is taken.
+            asks the device for its free memory when the graph is compiled, and leaves 5% of it. Less than 1 MiB needs a
+            unit: "12345B".
+        max_slowdown: how much longer the step may take than without hooks: 0.05 for 5%, at most 1.0. Without `peak` the
+            plan with the lowest peak within that time is taken; math.inf asks for the lowest at any price.
         allow: the means that may be used; also the `float8_training(...)` of integrations.torchao.
         max_error: relative error of the gradient, estimated from values' errors and bytes; 0 for exact means only. A
             single value may be off by four times as much.
@@ -109,9 +114,7 @@ def budget(
     if not _is_number(max_error) or not 0 <= max_error:
         raise OptionError(f"budget: max_error must be a number of at least 0, got {max_error!r}")
     if max_slowdown is not None:
-        if not _is_number(max_slowdown) or not max_slowdown >= 0:
-            raise OptionError(f"budget: max_slowdown must be 0.05 or 1.05 for 5%, or the like, got {max_slowdown!r}")
-        max_slowdown = float(max_slowdown if max_slowdown >= 1 else 1 + max_slowdown)
+        max_slowdown = _checked_slowdown(max_slowdown)
     means = tuple(name for name in ALLOWED if name in allow) + tuple(sorted(filter(_is_policy, allow), key=repr))
     return Budget(peak if peak in (None, "fit") else bytes_of(peak), max_slowdown, means, float(max_error))
 
@@ -133,20 +136,34 @@ def fitted(budget: Budget, devices: Iterable[torch.device]) -> Budget:
     return replace(budget, free=min(found))
 
 
-def bytes_of(size: int | str | None) -> int:
-    """`size` in bytes: 25769803776, "24GiB", "24 GB", "500M". Raises `OptionError`."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    nbytes = 0 if match is None else int(float(match[1]) * _UNITS[(match[2] or "").lower()])
-    if nbytes == 0:
-        raise OptionError(f'budget: peak must be bytes as an int, "24GiB", "500MB" or "fit", got {size!r}')
-    return nbytes
-
-
 def mib(nbytes: float) -> str:
     number = nbytes / 2**20
     return f"{number:.4g} MiB" if number < 1000 else f"{number:.1f} MiB"
+
+
+def _checked_slowdown(value: Any) -> float:
+    """`value` as a float. Above 1.0 it is refused: 5 may stand for 5% or for five times the time."""
+    if _is_number(value) and (0 <= value <= 1 or value == math.inf):
+        return float(value)
+    raise OptionError(
+        f"budget: max_slowdown must be 0.05 for 5%, or another number from 0 to 1, got {value!r}{_meant(value)}"
+    )
+
+
+def _meant(slowdown: Any) -> str:
+    """What was probably meant by a wrong slowdown: 0.05 by 5, "5%" and 1.05. "" if nobody can tell."""
+    text = str(slowdown).strip()
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        return ""
+    if text.endswith("%") or 2 <= number <= 100:
+        number /= 100
+    elif number > 1:
+        number -= 1
+    if 0 <= number <= 1:
+        return f"; did you mean {number:g}, which is {100 * number:g}%?"
+    return "; math.inf asks for the lowest peak at any price" if number > 1 else ""
 
 
 def _is_policy(value: object) -> bool:
@@ -155,3 +172,8 @@ def _is_policy(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(number: float) -> str:
+    """`number` as an expression that needs no import."""
+    return "float('inf')" if number == math.inf else repr(number)

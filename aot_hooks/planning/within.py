@@ -164,8 +164,7 @@ def _partition(
     cross = stock.boundary
     peak = None if budget.least else _peak(budget, groups)
     less = budget.over + (int(UNSEEN * peak) if peak is not None and on_cuda(stock.bw.graph.nodes) else 0)
-    slowdown = math.inf if budget.max_slowdown is None else budget.max_slowdown
-    limits = Limits(None if peak is None else peak - less, slowdown, _ERROR * budget.max_error)
+    limits = Limits(None if peak is None else peak - less, budget.step_ratio, _ERROR * budget.max_error)
     hooks_only = [name for name in budget.allow if name != RECOMPUTE]
 
     def partitioned(chosen: Solution) -> tuple[Graphs, Step]:
@@ -395,7 +394,7 @@ def _infeasible(budget: Budget, step: Step, peak: int | None, least: Tried) -> s
     kept = [v for v, option in options if option is KEPT] or least.step.values
     largest = sorted(kept, key=lambda value: -value.nbytes)[:3]
     names = ", ".join(f"'{v.names[0]}' {mib(v.nbytes)} ({v.where})" for v in largest) or "none"
-    within = "" if budget.max_slowdown is None else f" within {budget.max_slowdown} times the time"
+    within = "" if budget.max_slowdown is None else f" within {budget.step_ratio:g} times the time"
     calls = _calls(least.plan, step.moments) or " Other compiled calls of the step, if there are any, come on top."
     return (
         f"{budget!r}: expected a step under {mib(peak or 0)}{within}, but the least that was found takes "

@@ -137,7 +137,7 @@ def frontier_of(
         try_out(replace(lowest, least=True))
     least, most = min(point.peak_bytes for point in found), stock.peak_bytes
     for peak in sorted({least + (most - least) * k // _POINTS for k in range(1, _POINTS)} - {0}):
-        try_out(budget(peak, allow=allow, max_error=max_error))
+        try_out(budget(f"{peak}B", allow=allow, max_error=max_error))
     found.sort(key=lambda point: (point.peak_bytes, point.step_ratio))
     best: list[Point] = []
     for point in found:

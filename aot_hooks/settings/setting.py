@@ -20,6 +20,7 @@ from ..hook import KEEP, Hook
 from ..identity.frozen import described, is_package_object
 from ..identity.memo import Memo
 from ..identity.records import note_choice
+from .byte_sizes import likely
 
 Policy = Callable[[SavedTensor], Hook]
 SCOPES = ("donated", "no_static", "all")
@@ -142,7 +143,7 @@ def check_rule(rule: Any, expected: str) -> None:
     hint = uncalled_factory(rule)
     is_size = isinstance(rule, int) and not isinstance(rule, bool)
     if is_size or (isinstance(rule, str) and (rule[:1].isdigit() or rule == "fit")):
-        hint = f"; write aot_hooks.budget({rule!r})"
+        hint = f"; write aot_hooks.budget({likely(rule)!r})"
     elif isinstance(rule, str | bool | torch.nn.Module):  # a module can be called, but not with a saved tensor
         hint = "; write aot_hooks.float8() or the like"
     if hint or not (isinstance(rule, Hook) or callable(rule)):

@@ -135,7 +135,7 @@ def test_without_hooks_there_are_no_plans() -> None:
         ({"inner": "eager"}, "'inductor' or 'aten', got 'eager'"),
         ({"scope": "everything"}, "'donated', 'no_static', 'all', got 'everything'"),
         ({"cudagraphs": 1}, "must be True or False, or a dict of cudagraph's options, got 1"),
-        ({"policy": 3}, "a policy or a Hook, got 3; write aot_hooks.budget(3)"),
+        ({"policy": 3}, "a policy or a Hook, got 3; write aot_hooks.budget('3GiB')"),
         ({"policy": True}, "a policy or a Hook, got True; write aot_hooks.float8() or the like"),
         ({"inductor": 3}, "a dict of Inductor settings, got 3"),
         ({"inductor": {"no_such": 1}}, "no setting 'no_such'"),

@@ -133,7 +133,7 @@ def test_a_policy_where_hooks_are_expected(policy: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [("float8", "write aot_hooks.float8()"), ("24GiB", "write aot_hooks.budget('24GiB')"), (24, "budget(24)")],
+    [("float8", "write aot_hooks.float8()"), ("24GiB", "write aot_hooks.budget('24GiB')"), (24, "budget('24GiB')")],
 )
 def test_a_policy_by_name(name: Any, instead: str) -> None:
     with raises(OptionError, repr(name), instead):

@@ -94,7 +94,7 @@ def test_queries_and_keys_stay_and_values_are_packed():
 def test_budgets_round_no_queries_and_keys(share):
     x = torch.randn(8, 128, 64)
     stock = aot_hooks.plan(layers(), x, policy=aot_hooks.KEEP, inner="aten").peak_bytes
-    found = gradient(layers(), aot_hooks.budget(int(share * stock)))
+    found = gradient(layers(), aot_hooks.budget(f"{int(share * stock)}B"))
     assert (found - exact(layers)).norm() <= 0.1 * exact(layers).norm()
 
 

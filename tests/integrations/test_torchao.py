@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 from typing import Any
 
@@ -139,11 +140,11 @@ def test_a_budget_takes_it() -> None:
     model = net("rowwise", blocks=6)
     exact = gradients(model, model, x.detach())
     least = [
-        aot_hooks.plan(model, x, policy=budget(max_slowdown=9.0, allow=("float8", *more)), inner="aten").peak_bytes
+        aot_hooks.plan(model, x, policy=budget(max_slowdown=math.inf, allow=("float8", *more)), inner="aten").peak_bytes
         for more in ((), (float8_training(),))
     ]
     assert least[1] < 0.9 * least[0]
-    policy = budget(int(0.93 * least[0]), allow=["float8", float8_training()])
+    policy = budget(f"{int(0.93 * least[0])}B", allow=["float8", float8_training()])
     compiled = torch.compile(lambda x: model(x))
     with enable(policy, options=ATEN):
         assert error(gradients(compiled, model, x.detach()), exact) < 0.05

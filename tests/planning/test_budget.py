@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 from profiled import measured
+from small_budgets import budget
 from steps import ATEN
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import aot_hooks
-from aot_hooks import budget
 from aot_hooks.errors import BudgetError, OptionError, unwrapped
 from aot_hooks.planning import within
-from aot_hooks.planning.budget import ALLOWED, bytes_of, fitted, mib
+from aot_hooks.planning.budget import ALLOWED, fitted, mib
+from aot_hooks.settings.byte_sizes import bytes_of
 
 KEEP_ALL = aot_hooks.policies.everything(aot_hooks.KEEP)
 
@@ -153,10 +154,10 @@ def test_what_can_not_be_is_an_error_that_names_the_least_and_what_holds_it(mode
 def test_a_slowdown_instead_of_a_peak(model, x):
     stock = stock_peak(model, x)
     peaks = []
-    for slowdown in (0, 1.02, 0.1, math.inf):
+    for slowdown in (0, 0.02, 0.1, math.inf):
         plan = aot_hooks.plan(model, x, policy=budget(max_slowdown=slowdown, max_error=0), inner="aten")
         peaks.append(plan.peak_bytes)
-        assert plan.step_ratio <= (slowdown if slowdown >= 1 else 1 + slowdown) + 1e-6
+        assert plan.step_ratio <= 1 + slowdown + 1e-6
     assert stock >= peaks[0] >= peaks[1] >= peaks[2] >= peaks[3] and peaks[3] < 0.7 * stock
 
 
@@ -165,12 +166,12 @@ def test_without_a_peak_exact_means_count_where_others_lower_nothing(model, x, m
     partition = within._partition
 
     def as_if_wrong(joint, split, rewrite, setting, given):
-        given = dataclasses.replace(given, max_slowdown=1.0) if given.max_error else given
+        given = dataclasses.replace(given, max_slowdown=0.0) if given.max_error else given
         return partition(joint, split, rewrite, setting, given)
 
     monkeypatch.setattr(within, "_partition", as_if_wrong)
     stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP).peak_bytes
-    assert aot_hooks.plan(model, x, policy=budget(max_slowdown=9.0)).peak_bytes < stock
+    assert aot_hooks.plan(model, x, policy=budget(max_slowdown=1.0)).peak_bytes < stock
 
 
 def test_a_context_around_the_call(model, x):
@@ -253,10 +254,19 @@ def test_graphs_of_one_node(module, x):
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("24GiB", 24 << 30), ("24 gib", 24 << 30), ("1.5G", 1_500_000_000), ("500MB", 500_000_000), ("7", 7), (9, 9)],
+    [
+        ("24GiB", 24 << 30),
+        ("24 gib", 24 << 30),
+        ("1.5G", 1_500_000_000),
+        ("500MB", 500_000_000),
+        ("7 B", 7),
+        ("0.5KiB", 512),
+        (1 << 20, 1 << 20),
+        ("25769803777", 25769803777),
+    ],
 )
 def test_sizes_as_text(text, nbytes):
-    assert bytes_of(text) == nbytes == budget(text).peak
+    assert bytes_of(text) == nbytes == aot_hooks.budget(text).peak
 
 
 @pytest.mark.parametrize(
@@ -267,17 +277,33 @@ def test_sizes_as_text(text, nbytes):
         ({"peak": 0}, "peak must be"),
         ({"peak": -5}, "peak must be"),
         ({"peak": True}, "peak must be"),
-        ({"peak": 1e9}, "peak must be"),
+        ({"peak": "0.5B"}, "peak must be"),
+        ({"peak": 1e9}, "got 1000000000.0; write 1000000000$"),
+        ({"peak": 24}, "24 is less than 1 MiB; did you mean '24GiB'. If bytes are meant, write '24B'"),
+        ({"peak": "24"}, "did you mean '24GiB'"),
+        ({"peak": 24000}, "did you mean '24000MiB'"),
+        ({"peak": (1 << 20) - 1}, "did you mean '1048575MiB'"),
+        ({"peak": "1.5"}, "did you mean '1.5GiB'"),
+        ({"peak": 24.0}, "write '24GiB'"),
+        ({"peak": "80%"}, r"a share of a device.* Write 'fit' .* int\(0\.8 \* torch\.cuda\.mem_get_info"),
+        ({"peak": 0.5}, r"a share of a device.* int\(0\.5 \*"),
+        ({"peak": "0.5"}, r"a share of a device.* int\(0\.5 \*"),
         ({"peak": "1GiB", "allow": ("float16",)}, "allow must be some of"),
         ({"peak": "1GiB", "allow": "float8"}, "allow must be some of"),
         ({"peak": "1GiB", "max_error": -0.1}, "max_error"),
-        ({"max_slowdown": "5%"}, "max_slowdown"),
-        ({"max_slowdown": math.nan}, "max_slowdown"),
+        ({"max_slowdown": "5%"}, r"did you mean 0\.05, which is 5%"),
+        ({"max_slowdown": 5}, r"from 0 to 1, got 5; did you mean 0\.05, which is 5%"),
+        ({"max_slowdown": 1.05}, r"did you mean 0\.05, which is 5%"),
+        ({"max_slowdown": "0.05"}, r"did you mean 0\.05, which is 5%"),
+        ({"max_slowdown": 1000.0}, "math.inf asks for the lowest peak"),
+        ({"max_slowdown": -0.1}, "from 0 to 1, got -0.1$"),
+        ({"max_slowdown": True}, "from 0 to 1, got True$"),
+        ({"max_slowdown": math.nan}, "from 0 to 1, got nan$"),
     ],
 )
 def test_wrong_arguments(arguments, match):
     with pytest.raises(OptionError, match=match):
-        budget(**arguments)
+        aot_hooks.budget(**arguments)
 
 
 def test_where_a_budget_can_not_be(model, x):
@@ -298,8 +324,9 @@ def test_a_budget_is_a_value_that_prints_as_its_call():
     one, other = budget("1GiB", allow=["int8", "float8"]), budget(1 << 30, allow=("float8", "int8"))
     assert one == other and hash(one) == hash(other) and one != budget("2GiB")
     assert repr(one) == "budget(1073741824, allow=('float8', 'int8'))"
-    assert repr(budget("fit", max_slowdown=0.05, max_error=0)) == "budget('fit', max_slowdown=1.05, max_error=0.0)"
-    assert eval(repr(one)) == one
+    assert repr(budget("fit", max_slowdown=0.05, max_error=0)) == "budget('fit', max_slowdown=0.05, max_error=0.0)"
+    for each in (one, budget(12345), budget(max_slowdown=math.inf), budget(max_slowdown=0.1)):
+        assert eval(repr(each), {"budget": aot_hooks.budget}) == each
 
 
 def test_fit_needs_a_device(model, x):
@@ -403,9 +430,7 @@ def test_more_time_never_ends_in_a_higher_peak(x):
 
     model = Averaged()
     stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP, inner="aten")
-    plans = [
-        aot_hooks.plan(model, x, policy=budget(max_slowdown=s, max_error=0), inner="aten") for s in (1.0, 1.1, 1.5)
-    ]
+    plans = [aot_hooks.plan(model, x, policy=budget(max_slowdown=s, max_error=0), inner="aten") for s in (0, 0.1, 0.5)]
     peaks = [plan.peak_bytes for plan in plans]
     assert peaks[0] <= stock.peak_bytes and peaks == sorted(peaks, reverse=True)
     assert all(plan.step_ratio == 1 for plan in plans if plan.peak_bytes == stock.peak_bytes)
@@ -468,11 +493,6 @@ def test_what_is_computed_from_a_rounded_value_counts_with_its_error():
 def test_means_of_a_wrong_type(allow):
     with pytest.raises(OptionError, match="allow must be some of"):
         budget("1GiB", allow=allow)
-
-
-def test_less_than_a_byte():
-    with pytest.raises(OptionError, match="peak must be"):
-        budget("0.5")
 
 
 def test_what_is_not_known_to_repeat_is_kept(x):

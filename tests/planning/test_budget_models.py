@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from profiled import measured
+from small_budgets import budget
 from steps import ATEN
 
 import aot_hooks
-from aot_hooks import budget
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'aot-hooks[hf]'")
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from many_blocks import WIDTH, Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
 from profiled import most_allocated
+from small_budgets import budget
 from torch import nn
 
 import aot_hooks
-from aot_hooks import budget
 from aot_hooks.errors import BudgetError
 from aot_hooks.passes.plan import InStep, Plan
 from aot_hooks.planning import apart, many, within

@@ -46,6 +46,6 @@ def test_a_budget_that_exact_means_meet_is_met_with_more_means_allowed(budget_by
 
     expected = trained(None)
     for max_error in (0.0, 0.05):
-        found = trained(aot_hooks.budget(budget_bytes, max_error=max_error))
+        found = trained(aot_hooks.budget(f"{budget_bytes}B", max_error=max_error))
         difference = torch.cat([(a - b).flatten() for a, b in zip(found, expected, strict=True)]).norm()
         assert difference <= max(1e-5, 2 * max_error) * torch.cat([g.flatten() for g in expected]).norm()

@@ -63,7 +63,7 @@ def trained(block_count: int, policy: aot_hooks.policies.Policy, *, requires_gra
 
 def test_a_block_alone_is_one_layer():
     """It has no path but those of its children, which are no layers: then 1.27 MiB would be the least."""
-    plans = trained(6, aot_hooks.budget(1_000_000, max_error=0), requires_grad=True)
+    plans = trained(6, aot_hooks.budget("1MB", max_error=0), requires_grad=True)
     assert plans and max(plan.peak_bytes for plan in plans) <= 1_000_000
 
 
@@ -71,15 +71,15 @@ def test_a_block_alone_is_one_layer():
 def test_a_budget_above_the_least_of_two_graphs_is_met(budget_bytes: int):
     """What the graphs can hold has gaps: where one can't keep to its share, the other holds less."""
     with pytest.raises(BackendCompilerFailed) as error:
-        trained(6, aot_hooks.budget(500_000, max_error=0), requires_grad=False)
+        trained(6, aot_hooks.budget("500kB", max_error=0), requires_grad=False)
     found = unwrapped(error.value)
     assert isinstance(found, BudgetError) and found.least_bytes is not None and found.least_bytes < 750_000
-    plans = trained(6, aot_hooks.budget(budget_bytes, max_error=0), requires_grad=False)
+    plans = trained(6, aot_hooks.budget(f"{budget_bytes}B", max_error=0), requires_grad=False)
     assert len(plans) == 2 and max(plan.peak_bytes for plan in plans) <= budget_bytes
 
 
 def test_more_means_refuse_no_budget_that_fewer_meet():
     """The search tries few choices of many. With rounding, none of these was under the peak."""
     for means in ({"max_error": 0}, {}, {"allow": ("recompute", "float8")}):
-        (plan,) = trained(6, aot_hooks.budget(730_000, **means), requires_grad=True)
+        (plan,) = trained(6, aot_hooks.budget("730kB", **means), requires_grad=True)
         assert plan.peak_bytes <= 730_000

@@ -26,12 +26,12 @@ from many_blocks import (
     train,
 )
 from profiled import most_allocated
+from small_budgets import budget
 from steps import ATEN
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
-from aot_hooks import budget
 from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
 from aot_hooks.planning import many
 from aot_hooks.report.text import as_data

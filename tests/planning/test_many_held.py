@@ -9,10 +9,10 @@ import many_blocks
 import pytest
 import torch
 from many_blocks import ROWS, WIDTH, Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
+from small_budgets import budget
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from aot_hooks import budget
 from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
 from aot_hooks.planning import many, recorded
 from aot_hooks.torch_private import dynamo

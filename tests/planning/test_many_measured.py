@@ -10,11 +10,11 @@ import many_blocks
 import pytest
 import torch
 from many_blocks import Block, Other, assert_equal, compile_blocks, gradients, model_of, peak_of, train
+from small_budgets import budget
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aot_hooks
-from aot_hooks import budget
 from aot_hooks.errors import BudgetWarning
 from aot_hooks.planning import many, recorded
 from aot_hooks.planning import measured as measuring

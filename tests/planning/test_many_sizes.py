@@ -21,11 +21,11 @@ from many_blocks import (
     train,
 )
 from profiled import most_allocated
+from small_budgets import budget
 from steps import ATEN
 from torch import nn
 
 import aot_hooks
-from aot_hooks import budget
 from aot_hooks.errors import BudgetWarning
 from aot_hooks.planning import many, sizes
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from small_budgets import budget
 from steps import ATEN
 from torch import nn
 
 import aot_hooks
-from aot_hooks import budget
 from aot_hooks.errors import BudgetWarning
 from aot_hooks.planning import measured
 

@@ -178,9 +178,9 @@ def test_on_a_gpu_a_plan_leaves_three_thousandths(monkeypatch: pytest.MonkeyPatc
 
     x = torch.randn(16, 32)
     monkeypatch.setattr(within, "search", noted)
-    aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(1_000_000), inner="aten")
+    aot_hooks.plan(MODEL, x, policy=aot_hooks.budget("1MB"), inner="aten")
     monkeypatch.setattr(within, "on_cuda", lambda _: True)
-    aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(1_000_000), inner="aten")
+    aot_hooks.plan(MODEL, x, policy=aot_hooks.budget("1MB"), inner="aten")
     assert asked == [1_000_000, 997_000]
 
 
@@ -196,8 +196,8 @@ def test_graphs_that_are_slower_than_planned_are_no_crash(monkeypatch: pytest.Mo
     x = torch.randn(16, 32)
     peak = aot_hooks.plan(MODEL, x, policy=aot_hooks.KEEP, inner="aten").peak_bytes
     with pytest.raises(BudgetError, match=r"within 1\.1 times the time"):
-        aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(peak // 2, max_slowdown=0.1), inner="aten")
-    enough = aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(2 * peak, max_slowdown=0.1), inner="aten")
+        aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(f"{peak // 2}B", max_slowdown=0.1), inner="aten")
+    enough = aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(f"{2 * peak}B", max_slowdown=0.1), inner="aten")
     assert enough.peak_bytes == peak
 
 

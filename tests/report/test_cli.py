@@ -431,7 +431,7 @@ def test_a_budget_that_a_compiled_function_does_not_meet_is_named_without_dynamo
     )
     assert main(["report", "--inner", "aten", "--budget", "10B", str(path)]) == 1
     error = capsys.readouterr().err
-    assert "raised BudgetError: budget(10): expected a step under" in error and "TORCHDYNAMO_VERBOSE" not in error
+    assert "raised BudgetError: budget('10B'): expected a step under" in error and "TORCHDYNAMO_VERBOSE" not in error
 
 
 def test_a_budget_that_graphs_are_over_together_is_in_the_heading(tmp_path: Path, capsys: Any) -> None:

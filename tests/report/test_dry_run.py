@@ -420,7 +420,7 @@ def test_graphs_that_together_are_over_a_budget_are_a_warning() -> None:
         return x
 
     stock = aot_hooks.plan(f, x, policy=KEEP, inner="aten").peak_bytes
-    tight, loose = (aot_hooks.budget(int(share * stock), max_error=0) for share in (0.9, 1.0))
+    tight, loose = (aot_hooks.budget(f"{int(share * stock)}B", max_error=0) for share in (0.9, 1.0))
     with pytest.warns(errors.BudgetWarning, match="its 2 graphs are planned one by one here") as warned:
         plan = aot_hooks.plan(f, x, policy=tight, inner="aten")
     assert plan.peak_bytes > tight.peak and len(warned) == 1 and warned[0].filename == __file__
