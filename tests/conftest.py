@@ -71,9 +71,15 @@ def take_left_hooks() -> list[object]:
 
 
 def matmul_precision() -> tuple[str, str, str]:
-    """What `torch.set_float32_matmul_precision` sets: its own value, and those of two backends that start as "none"."""
-    of_backends = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
-    return torch.get_float32_matmul_precision(), *of_backends
+    """What `torch.set_float32_matmul_precision` sets: its own value, and those of two backends that start as "none".
+
+    torch refuses to read its own value after a backend was set beside it, as transformers does with a GPU: "mixed".
+    """
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        precision = "mixed"
+    return precision, torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
 
 
 def set_matmul_precision(precision: tuple[str, str, str]) -> None:
