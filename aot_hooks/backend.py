@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from cudagraph.compile.compilation import Compilation
 
@@ -32,6 +32,7 @@ from .eager.packing import call_compiled
 from .errors import AotHooksError, OptionError
 from .graphs.nodes import REGION, annotation, crosses_twice, donates
 from .graphs.roofline import step_ms
+from .graphs.saved import SavedTensor
 from .hook import KEEP
 from .identity.frozen import described
 from .identity.records import Recording, recording
@@ -39,9 +40,10 @@ from .offloading import stats as offload_stats
 from .offloading import transfers
 from .offloading.placement import decide_at_run_time
 from .options import Options, inductor_patches
+from .passes.casts import cast_again, parameters_of, with_casts
 from .passes.early import compute_early
 from .passes.edits import finished
-from .passes.live_bytes import live_bytes
+from .passes.live_bytes import LivePoint, live_bytes
 from .passes.plan import Plan, repeats_across_regions
 from .passes.rewrite import rewrite
 from .passes.snapshots import save_what_was_read
@@ -162,6 +164,27 @@ class _InForce:
     def settings(self) -> list[Setting]:
         return [s for s in (self.setting, *self.regions.values()) if s is not None]
 
+    def casts_again(self, reader: Node) -> bool:
+        """Whether `reader`, of the backward, may read a cast of a parameter that is made again.
+
+        Not where nothing is in force or all is kept, as that is what torch does. Scope "all" asks for each copy.
+        """
+        key = annotation(reader, REGION)
+        setting = self.setting if key is None else self.regions.get(key)
+        return setting is not None and setting.rule is not KEEP and setting.scope != "all"
+
+
+class _Stock(NamedTuple):
+    """A graph as torch partitions it, and what is saved in another way before any hook chooses."""
+
+    live: tuple[LivePoint, ...]
+    ms: float
+    casts: tuple[SavedTensor, ...]  # values that are cast again in the backward, see passes/casts.py
+
+
+def _parameters(inputs: Sequence[Any]) -> frozenset[int]:
+    return frozenset(i for i, x in enumerate(inputs) if isinstance(x, torch.nn.Parameter))
+
 
 def _in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled: pairs.Pair | None) -> _InForce:
     setting, pair = pairs.ambient()
@@ -233,7 +256,8 @@ def _compile_graph(
     def compiled_with(gm: GraphModule, hooks: _InForce, graph: records.Graph) -> _Compiled:
         compilation = cudagraphs.compilation(capture) if capture is not None else None
         donated: list[bool] = []
-        partition = planning_partition(hooks, options, graph.plans, paths, donated, live=live, at_run_time=at_run_time)
+        run: dict[str, Any] = {"live": live, "at_run_time": at_run_time, "parameters": _parameters(inputs)}
+        partition = planning_partition(hooks, options, graph.plans, paths, donated, **run)
 
         def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
             def before_each_graph() -> None:
@@ -398,6 +422,7 @@ def planning_partition(
     *,
     live: bool,
     at_run_time: bool = False,
+    parameters: Collection[int] = (),
 ) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """A partition function for AOTAutograd: torch's min-cut partition, then the rewrite.
 
@@ -408,6 +433,7 @@ def planning_partition(
             there are no hooks.
         live: plans have the bytes alive along both graphs, before and after the rewrite.
         at_run_time: the host runs each kernel, so `offload` decides then what it sends; a budget has decided already.
+        parameters: the positions of parameters among the inputs of Dynamo's graph.
     """
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
@@ -421,14 +447,28 @@ def planning_partition(
         fused, number = options.inner == "inductor", len(donated)
         outputs: dict[str, Any] = {"num_fwd_outputs": kwargs["num_fwd_outputs"], "roots": paths}
         parts = outputs | {"static_inputs": static}
+        budgeted = hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and not nested
+        first: list[_Stock] = []  # of the first split
 
         def split() -> tuple[GraphModule, GraphModule]:
             fw, bw = aot.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
             if len(donated) == number:  # the first time: as it is without hooks
                 donated.append(donates(fw, bw, kwargs["num_fwd_outputs"]))
             save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
-            if fused and any(setting.rule is not KEEP for setting in hooks.settings):
+            packs = any(setting.rule is not KEEP for setting in hooks.settings)
+            if fused and packs:
                 compute_early(fw, kwargs["num_fwd_outputs"])
+            live_before: tuple[LivePoint, ...] = ()
+            before_ms = 0.0
+            if not first and (live or budgeted):
+                live_before = live_bytes(fw, bw, fused=fused, **outputs)
+                before_ms = step_ms(fw, bw, fused, launched=at_run_time)
+            casts: tuple[SavedTensor, ...] = ()
+            if packs and not nested:
+                alive = parameters_of(fw, static, parameters)
+                casts = cast_again(fw, bw, parameters=alive, is_wanted=hooks.casts_again, fused=fused, **outputs)
+            if not first:
+                first.append(_Stock(live_before, before_ms, casts))
             return fw, bw
 
         def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Trace | None = None) -> Plan:
@@ -437,24 +477,23 @@ def planning_partition(
             donated[number] = donated[number] and not crosses_twice(fw, kwargs["num_fwd_outputs"])
             return plan
 
-        if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and not nested:
+        if hooks.setting is not None and budgeted:
+            own: dict[str, Any] = {"fused": fused, "launched": at_run_time}
             with without_collections():
                 fw, bw, plan = partition_within(
-                    joint, split, rewritten, hooks.setting, fused=fused, launched=at_run_time, **parts
+                    joint, split, lambda: (first[0].live, first[0].ms), rewritten, hooks.setting, **own, **parts
                 )
-            plans.append(plan)
+            plans.append(with_casts(plan, first[0].casts))
             return finished(fw, bw)
         fw, bw = split()
-        before = live_bytes(fw, bw, fused=fused, **outputs) if live else ()
-        before_ms = step_ms(fw, bw, fused, launched=at_run_time) if live else 0.0
-        plan = rewritten(fw, bw, hooks.setting)
+        plan = with_casts(rewritten(fw, bw, hooks.setting), first[0].casts)
         if fused and options.recompute_pointwise and hooks.settings:
             split_and_hold(fw, bw, **outputs)
         if live:
             after_ms = step_ms(fw, bw, fused, transfers.COPIES, plan.transfers, launched=at_run_time)
             after = live_bytes(fw, bw, fused=fused, **outputs)
             plan = dataclasses.replace(
-                plan, live_before=before, live_after=after, before_ms=before_ms, after_ms=after_ms
+                plan, live_before=first[0].live, live_after=after, before_ms=first[0].ms, after_ms=after_ms
             )
         plans.append(plan)
         if at_run_time and plan.transfers:
@@ -479,7 +518,8 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     plans: list[Plan] = []
     at_run_time = not options.cudagraphs and not inductor.copies_are_static(options.inductor or {})
     hooks = _in_force(gm, inputs, options, None)
-    partition = planning_partition(hooks, options, plans, roots(), [], live=True, at_run_time=at_run_time)
+    run: dict[str, Any] = {"live": True, "at_run_time": at_run_time, "parameters": _parameters(inputs)}
+    partition = planning_partition(hooks, options, plans, roots(), [], **run)
     rule = None if hooks.setting is None else hooks.setting.rule
     again = aot.recomputing_pointwise(options.recompute_pointwise and not isinstance(rule, Budget))
     with again, autograd.covered_hooks(), without_autograd_cache():

@@ -158,28 +158,42 @@ def boundary(
             )
         key = storage_of(fw_node)
         found = tuple(reads.of(bw_node)) if value.dtype.is_floating_point else ()
-        row = SavedTensor(
-            name=fw_node.name,
-            op=op_name(producer(fw_node)),
-            shape=shape_of(value),
-            dtype=value.dtype,
-            device=value.device,
-            nbytes=storage_bytes(value),
-            storage=numbers.setdefault(key, len(numbers)),
-            module_path=_first_text(lambda n: _module_path(n, roots), fw_node, bw_node) or roots.get("", ""),
-            source_line=_first_text(source_line, fw_node, bw_node),
-            backward_ops=tuple(dict.fromkeys(map(op_name, _readers(bw_node)))),
+        row = replace(
+            row_of(fw_node, bw_node, numbers.setdefault(key, len(numbers)), roots),
             is_input=key in input_storages,
             is_output=key in output_storages,
             is_static=key in static_storages,
             backward_asks=tests_of(bw_node),
             value_range=value_range(fw_node),
-            checkpoint_names=_names(fw_node),
             backward_reads=tuple(dict.fromkeys(f.read for f in found)),
         )
         tensors.append(SavedValue(fw_node, bw_node, row, found))
     _share_tests(tensors)
     return Boundary(user, tensors, opaque, symints, input_storages | output_storages, reads)
+
+
+def row_of(fw_node: Node, bw_node: Node, storage: int, roots: Mapping[str, str]) -> SavedTensor:
+    """The row of an intermediate of the forward that crosses to the backward's input `bw_node`.
+
+    `storage`: its number. How the backward reads it is left open.
+    """
+    value = fw_node.meta["val"]
+    return SavedTensor(
+        name=fw_node.name,
+        op=op_name(producer(fw_node)),
+        shape=shape_of(value),
+        dtype=value.dtype,
+        device=value.device,
+        nbytes=storage_bytes(value),
+        storage=storage,
+        module_path=_first_text(lambda n: _module_path(n, roots), fw_node, bw_node) or roots.get("", ""),
+        source_line=_first_text(source_line, fw_node, bw_node),
+        backward_ops=tuple(dict.fromkeys(map(op_name, _readers(bw_node)))),
+        is_input=False,
+        is_output=False,
+        is_static=False,
+        checkpoint_names=_names(fw_node),
+    )
 
 
 def _is_size(value: Any) -> bool:

@@ -28,7 +28,7 @@ from .edits import after_inputs, call
 
 def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> None:
     """Save a copy of each saved input that `fw`, or torch after it, writes to. Edits both graphs in place."""
-    written = input_storages(fw.graph).intersection(_written_storages(fw, num_fwd_outputs))
+    written = written_inputs(fw, num_fwd_outputs)
     outputs = results_of(fw.graph)
     saved = outputs[num_fwd_outputs:]
     found = dict.fromkeys(n for n in saved if isinstance(n, Node) and storage_of(n) in written)
@@ -39,6 +39,11 @@ def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
         if node in copies:
             placeholder.meta["val"] = copies[node].meta["val"]
     fw.graph.output_node().args = ([*outputs[:num_fwd_outputs], *(copies.get(n, n) for n in saved)],)
+
+
+def written_inputs(fw: GraphModule, num_fwd_outputs: int) -> set[Any]:
+    """The storages of inputs that `fw`, or torch after it, writes to."""
+    return input_storages(fw.graph).intersection(_written_storages(fw, num_fwd_outputs))
 
 
 def _written_storages(fw: GraphModule, num_fwd_outputs: int) -> Iterator[Any]:

@@ -39,6 +39,7 @@ class Limits:
     peak: int | None
     slowdown: float
     error: float
+    casts: float = 1.0  # times the step without hooks: a step that only casts again, before anything is chosen
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def search(
     """
     all_tried: list[Tried] = []
     limit = None if limits.peak is None else float(limits.peak)
-    max_ms = None if math.isinf(limits.slowdown) else step.ms * limits.slowdown
+    max_ms = None if math.isinf(limits.slowdown) else step.ms * limits.slowdown / limits.casts
     low, high = -math.inf, math.inf  # the last limit whose graphs fitted, and the last one whose graphs did not
     reached: int | None = 0
     partitions = _PARTITIONS if step.moments == ALONE else _PARTITIONS_OF_MANY

@@ -70,6 +70,7 @@ class _Chosen:
 def partition_within(
     joint: GraphModule,
     split: Callable[[], tuple[GraphModule, GraphModule]],
+    without_hooks: Callable[[], tuple[tuple[LivePoint, ...], float]],
     rewrite: Callable[[GraphModule, GraphModule, Setting, Trace], Plan],
     setting: Setting,
     *,
@@ -83,6 +84,7 @@ def partition_within(
 
     Args:
         split: partitions `joint`; called again after marks have changed.
+        without_hooks: the live bytes and the milliseconds of the graphs as torch partitions them, once `split` ran.
         rewrite: puts the hooks of a setting into two graphs, in place.
         launched: the host launches each kernel, not a CUDA graph.
 
@@ -96,7 +98,7 @@ def partition_within(
     def graphs() -> Graphs:
         return Graphs(*split(), num_fwd_outputs, tuple(static_inputs), roots, fused, trace, launched)
 
-    within = functools.partial(_partition, joint, graphs, rewrite, setting)
+    within = functools.partial(_partition, joint, graphs, without_hooks, rewrite, setting)
     strict = replace(budget, lenient=False)
     ways = [strict]
     if strict.moments_at_least:  # other graphs hold their least, in place of their share of the budget
@@ -146,6 +148,7 @@ def _or_apart(found: _Planned | None, ways: Ways | None, planned: Callable[[Apar
 def _partition(
     joint: GraphModule,
     split: Callable[[], Graphs],
+    without_hooks: Callable[[], tuple[tuple[LivePoint, ...], float]],
     rewrite: Callable[[GraphModule, GraphModule, Setting, Trace], Plan],
     setting: Setting,
     budget: Budget,
@@ -155,7 +158,7 @@ def _partition(
     stock = split()
     on_device = stock.fused and on_cuda(stock.bw.graph.nodes)
     moments = _UNKNOWN if budget.least and budget.moments == ALONE else budget.moments
-    before, before_ms = stock.live(planned=False), stock.ms()
+    before, before_ms = without_hooks()
     if on_device:
         multiply_early(stock.bw)
     step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)
@@ -164,7 +167,9 @@ def _partition(
     cross = stock.boundary
     peak = None if budget.least else _peak(budget, groups)
     less = budget.over + (int(UNSEEN * peak) if peak is not None and on_cuda(stock.bw.graph.nodes) else 0)
-    limits = Limits(None if peak is None else peak - less, budget.step_ratio, _ERROR * budget.max_error)
+    casts = stock.ms() / before_ms if before_ms else 1.0  # no means that a budget chooses: they may take their time
+    slowdown = max(budget.step_ratio, casts)
+    limits = Limits(None if peak is None else peak - less, slowdown, _ERROR * budget.max_error, casts)
     hooks_only = [name for name in budget.allow if name != RECOMPUTE]
 
     def partitioned(chosen: Solution) -> tuple[Graphs, Step]:
@@ -395,11 +400,12 @@ def _infeasible(budget: Budget, step: Step, peak: int | None, least: Tried) -> s
     largest = sorted(kept, key=lambda value: -value.nbytes)[:3]
     names = ", ".join(f"'{v.names[0]}' {mib(v.nbytes)} ({v.where})" for v in largest) or "none"
     within = "" if budget.max_slowdown is None else f" within {budget.step_ratio:g} times the time"
+    before = bytes_of(least.plan.live_before).peak(step.moments)
     calls = _calls(least.plan, step.moments) or " Other compiled calls of the step, if there are any, come on top."
     return (
         f"{budget!r}: expected a step under {mib(peak or 0)}{within}, but the least that was found takes "
         f"{mib(least.peak)}, and {least.plan.step_ratio:.3f} times the time.{calls} Without hooks it takes "
-        f"{mib(step.peak_bytes)}, the most at {top}. The largest that stay as they are: "
+        f"{mib(before)}, the most at {top}. The largest that stay as they are: "
         f"{names}. Gradients, outputs and what a single layer works with can't be stored otherwise: raise the peak, "
         "allow more means, time or error, or take smaller batches"
     )

@@ -1,0 +1,233 @@
+"""Saved casts of parameters: the backward casts again, exactly, from the parameter, which is alive anyway.
+
+      forward                                forward
+        wb = convert(w, bfloat16)              wb = convert(w, bfloat16)
+        y = mm(x, t(wb))                       y = mm(x, t(wb))
+        return y, x, wb                  -->   return y, x, w
+
+      backward                               backward
+        gx = mm(gy, wb)                        wb' = convert(w, bfloat16)
+                                               gx = mm(gy, wb')
+
+Under autocast these copies may be most of what a graph saves, 2 bytes a parameter. What else is a cast or a change of
+layout of an input that crosses anyway is made again as well. Policies and hooks see the input in place of the copy.
+
+Autograd checks the version of an input that is saved. So a write to the parameter between forward and backward raises,
+as it does without autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from cudagraph.placeholder import results_of
+
+from ..graphs.nodes import (
+    NO_VERSION_CHECK,
+    SNAPSHOT,
+    input_storages,
+    is_view,
+    region_output,
+    storage_of,
+    storages,
+)
+from ..graphs.read_tables import CONVERSIONS, MOVES
+from ..graphs.roofline import has_formula
+from ..graphs.saved import SavedTensor, crossing_pairs, row_of
+from ..hook import Hook
+from .answers import in_plans_only
+from .plan import Decision, Plan
+from .snapshots import written_inputs
+
+CAST_AGAIN = Hook("cast again", in_plans_only, in_plans_only)
+"""Stands in plans for the hook of a value that the backward casts again from an input. Never run."""
+
+_OPERATORS = CONVERSIONS | MOVES
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A saved value, and how it is made from an input of the forward."""
+
+    node: Node
+    slot: Node  # its input of the backward
+    source: Node
+    chain: tuple[Node, ...]  # the operators from the source to the value
+
+
+def cast_again(
+    fw: GraphModule,
+    bw: GraphModule,
+    num_fwd_outputs: int,
+    *,
+    parameters: Collection[Node],
+    is_wanted: Callable[[Node], bool],
+    fused: bool,
+    roots: Mapping[str, str],
+) -> tuple[SavedTensor, ...]:
+    """Save inputs in place of their casts, and cast in the backward. Edits both graphs in place.
+
+    Args:
+        parameters: inputs of `fw` that are alive until the backward, and that nobody writes before it.
+        is_wanted: whether a reader of the backward may get its values so.
+        fused: a compiler may fuse readers with the cast, and then doesn't round. Only products are known to read a
+            rounded copy from memory, so the copies of other readers stay saved.
+
+    Returns a row for each value that no longer crosses.
+    """
+    copies = _copies(fw, bw, num_fwd_outputs, set(parameters), is_wanted, fused)
+    if not copies:
+        return ()
+    rows = []
+    numbers: dict[Any, int] = {}
+    for copy in copies:
+        number = numbers.setdefault(storage_of(copy.node), len(numbers))
+        rows.append(row_of(copy.node, copy.slot, number, roots))
+    _save_sources(fw, bw, num_fwd_outputs, copies)
+    return tuple(rows)
+
+
+def parameters_of(fw: GraphModule, static_inputs: Collection[int], numbers: Collection[int]) -> list[Node]:
+    """The inputs of `fw` that are parameters, or parts of one.
+
+    Args:
+        static_inputs: indices of inputs that are parameters or buffers.
+        numbers: positions of parameters among the inputs of Dynamo's graph.
+
+    AOTAutograd describes each input. One that it doesn't describe as an input of Dynamo's graph is no parameter here. A
+    program may write to a buffer between forward and backward, so buffers are none.
+    """
+    found = []
+    for i, node in enumerate(fw.graph.find_nodes(op="placeholder")):
+        desc = node.meta.get("desc")
+        while (base := getattr(desc, "base", None)) is not None:  # of a tensor subclass
+            desc = base
+        lifted = getattr(desc, "is_param", None)
+        if i in static_inputs and (getattr(desc, "idx", None) in numbers or (lifted is not None and lifted())):
+            found.append(node)
+    return found
+
+
+def with_casts(plan: Plan, rows: Collection[SavedTensor]) -> Plan:
+    """`plan` with the rows that `cast_again` returned: values that are saved without hooks, and not with them."""
+    offset = max((d.saved.storage for d in plan.decisions), default=-1) + 1
+    decisions = []
+    counted: set[int] = set()
+    for row in rows:
+        nbytes = 0 if row.storage in counted else row.nbytes
+        counted.add(row.storage)
+        reason = "a cast of an input that is alive anyway; the backward casts it again"
+        decisions.append(Decision(replace(row, storage=row.storage + offset), CAST_AGAIN, reason, 0, nbytes))
+    return replace(plan, decisions=(*plan.decisions, *decisions))
+
+
+def _copies(
+    fw: GraphModule,
+    bw: GraphModule,
+    num_fwd_outputs: int,
+    parameters: set[Node],
+    is_wanted: Callable[[Node], bool],
+    fused: bool,
+) -> list[_Copy]:
+    """The saved values that are made again, all that share a storage or none of them."""
+    pairs = [(n, slot) for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)]
+    written = written_inputs(fw, num_fwd_outputs)
+    crossing = {n for n, _ in pairs if n.op == "placeholder"}
+    sources = {n for n in parameters | crossing if storage_of(n) not in written and not n.meta.get(NO_VERSION_CHECK)}
+    alive = input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])
+    found: list[_Copy] = []
+    left: set[Any] = set()  # storages that stay saved
+    for node, slot in pairs:
+        key = storage_of(node)
+        if key is None or key in alive:
+            continue
+        readers = _readers(slot)
+        repeatable = not node.meta.get(NO_VERSION_CHECK) and not node.meta.get(SNAPSHOT)
+        read = bool(readers) and all(
+            r.op != "output" and is_wanted(r) and (has_formula(r) or not fused) for r in readers
+        )
+        copy = _made_from(node, slot, sources) if repeatable and read else None
+        if copy is None:
+            left.add(key)
+        else:
+            found.append(copy)
+    return [copy for copy in found if storage_of(copy.node) not in left]
+
+
+def _made_from(node: Node, slot: Node, sources: Collection[Node]) -> _Copy | None:
+    """How `node` is made from one of `sources` by casts and moves; None if it isn't."""
+    chain: list[Node] = []
+    current = node
+    while current not in sources:
+        if not _is_exact(current):
+            return None
+        chain.insert(0, current)
+        current = current.all_input_nodes[0]
+    return _Copy(node, slot, current, tuple(chain)) if chain else None
+
+
+def _is_exact(node: Node) -> bool:
+    """Whether `node` casts or moves one tensor, on its device, and not only to have a copy of it.
+
+    A program that clones a tensor may do so because it writes to the original. So a clone counts as a change of layout
+    only if it changes the strides.
+    """
+    if node.op != "call_function" or str(node.target) not in _OPERATORS or region_output(node) is not None:
+        return False
+    if len(node.all_input_nodes) != 1 or not isinstance(node.args[0], Node):
+        return False  # symbolic sizes are no inputs of the backward
+    value, source = node.meta.get("val"), node.args[0].meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(source, torch.Tensor) or value.device != source.device:
+        return False
+    if is_view(node):
+        return True
+    return value.dtype != source.dtype or value.stride() != source.stride()
+
+
+def _readers(node: Node) -> list[Node]:
+    """The readers of `node`, and of views of it."""
+    return [r for user in node.users for r in (_readers(user) if is_view(user) and user.users else [user])]
+
+
+def _save_sources(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, copies: Collection[_Copy]) -> None:
+    """Let the sources of `copies` cross, each once, and make the copies before their first readers."""
+    output = fw.graph.output_node()
+    results = list(results_of(fw.graph))
+    descs = list(output.meta.get("desc") or [])
+    pairs = crossing_pairs(fw, bw, num_fwd_outputs)
+    slot_of: dict[Node, Node] = {n: slot for n, slot in pairs if isinstance(n, Node) and n.op == "placeholder"}
+    replaced = {copy.node: copy for copy in copies}
+    saved: list[Any] = []
+    for i, node in enumerate(results[num_fwd_outputs:], num_fwd_outputs):
+        if node in replaced:
+            source = replaced[node].source
+            if source in slot_of:
+                continue
+            slot = replaced[node].slot
+            with bw.graph.inserting_before(slot):
+                slot_of[source] = bw.graph.placeholder(f"{slot.name}_source")
+            slot_of[source].meta = slot.meta | {k: v for k, v in source.meta.items() if k in ("val", "tensor_meta")}
+            node = source
+        saved.append((node, descs[i] if descs else None))
+    output.args = ([*results[:num_fwd_outputs], *(node for node, _ in saved)],)
+    if descs:
+        output.meta["desc"] = [*descs[:num_fwd_outputs], *(desc for _, desc in saved)]
+    position = {node: i for i, node in enumerate(bw.graph.nodes)}
+    first = {copy: min(copy.slot.users, key=position.__getitem__) for copy in copies}
+    made: dict[Node, Node] = dict(slot_of)
+    for copy in sorted(copies, key=lambda copy: position[first[copy]]):
+        with bw.graph.inserting_before(first[copy]):
+            for node in copy.chain:
+                if node not in made:
+                    made[node] = bw.graph.node_copy(node, made.__getitem__)
+        copy.slot.replace_all_uses_with(made[copy.node])
+        bw.graph.erase_node(copy.slot)
+    for copy in copies:  # views that were made to be saved
+        for node in reversed(copy.chain):
+            if not node.users:
+                fw.graph.erase_node(node)
