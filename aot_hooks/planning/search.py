@@ -65,6 +65,30 @@ def search(
 ) -> tuple[Tried | None, Tried]:
     """The best plan that fits, None if none was found, and the one with the lowest peak.
 
+    Without a peak, the program's lowest one is tried first. If the graphs take clearly more than it says, it is asked
+    for peaks in between, until one can't be reached.
+    """
+    if limits.peak is not None:
+        return _search(step, limits, partitioned, tried)[:2]
+    best, least, low = _search(step, limits, partitioned, tried)
+    while best is not None and low < NEAR * best.peak:
+        middle = (low + best.peak) // 2
+        lower, other, _ = _search(step, dataclasses.replace(limits, peak=middle), partitioned, tried)
+        found = [one for one in (lower, other) if one is not None and one.fits(limits) and one.peak < best.peak]
+        best = least = min(found, key=operator.attrgetter("peak"), default=best)
+        if lower is None:
+            low = middle
+    return best, least
+
+
+def _search(
+    step: Step,
+    limits: Limits,
+    partitioned: Callable[[Solution], tuple[Graphs, Step]],
+    tried: Callable[[Graphs, Solution, Step, Solution], Tried],
+) -> tuple[Tried | None, Tried, int]:
+    """`search` for one peak, or for the program's lowest one; also the peak that the first program predicts.
+
     First it chooses what to recompute, with a guess of the hooks, then the hooks for the graphs that result. These
     graphs, rewritten, show the program's error at each position, which is added before the next solve. If no plan fits
     after some attempts, the lowest peak is tried.
@@ -76,6 +100,8 @@ def search(
     reached: int | None = 0
     partitions = _PARTITIONS if step.moments == ALONE else _PARTITIONS_OF_MANY
     shorter: Solution | None = None
+    known: dict[tuple[int, ...], list[Tried]] = {}  # by the options of the choice of what to recompute
+    predicted = step.peak_bytes
     for attempt in range(partitions + 1):
         last = attempt == partitions
         if last and any(one.fits(limits) for one in all_tried):
@@ -85,8 +111,12 @@ def search(
         peak = None if last else limit
         chosen = shorter or solve(step, peak=peak, max_error=limits.error, max_ms=max_ms, fetch_early=early)
         chosen = chosen or _nothing(step)  # no time at all
-        graphs, own = partitioned(chosen)
-        found = list(_hooked(own, limits, max_ms, functools.partial(tried, graphs, chosen)))
+        predicted = min(predicted, chosen.peak_bytes)
+        options = tuple(map(id, chosen.options))
+        if options not in known:
+            graphs, own = partitioned(chosen)
+            known[options] = list(_hooked(own, limits, max_ms, functools.partial(tried, graphs, chosen)))
+        found = known[options]
         all_tried += found
         if last or limit is None or limits.peak is None or not found:  # none is as fast as was predicted
             break
@@ -125,7 +155,7 @@ def search(
     fastest, lowest = operator.attrgetter("plan.after_ms", "peak"), operator.attrgetter("peak", "plan.after_ms")
     fitting = [one for one in all_tried if one.fits(limits)]
     best = min(fitting, key=lowest if limits.peak is None else fastest, default=None)
-    return best, min(all_tried, key=lowest)
+    return best, min(all_tried, key=lowest), predicted
 
 
 def _nothing(step: Step) -> Solution:

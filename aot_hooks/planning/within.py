@@ -116,7 +116,9 @@ def partition_within(
             continue
         if found is None or planned[2].peak_bytes < found[2].peak_bytes:
             found = planned
-        if budget.peak is not None or found[2].packed_bytes < found[2].saved_bytes:  # else nothing lowered the peak
+        # The least is that of all ways: more means must not find a higher one. A first version of a graph, which runs
+        # until its step is known, takes the first way that lowers the peak.
+        if budget.peak is not None or (budget.least and found[2].packed_bytes < found[2].saved_bytes):
             break
     found = _or_apart(found, budget.apart, lambda apart: within(replace(strict, moments=apart.moments)))
     if found is not None:
