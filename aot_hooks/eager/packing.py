@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import unused
 from ..contract import check_packed, check_unpacked, function_named, input_mutated
 from ..errors import AotHooksError, HookContractError, HookTraceError
-from ..graphs.layout import expanded_dimensions, has_gaps, restride
+from ..graphs.layout import expanded_dimensions, with_strides
 from ..hook import KEEP, Hook
 from ..identity.frozen import described
 from ..identity.tensors import READ_EACH_TIME, tensor_digest
@@ -289,9 +289,8 @@ def _unpack(value: EagerValue) -> torch.Tensor:
     if [a._version for a in tensors] != versions or _digests(value.hook, tensors) != before:
         value.state = State.MUTATED
     check_unpacked(out, compact_shape, dtype, device, lambda: _at(value, "unpack"))
-    if out.stride() != stride and not value.hook.lossy:  # as a graph restores it
-        like = torch.empty_strided(compact_shape, stride, dtype=dtype, device="meta")
-        out = restride(out, like, stride if has_gaps(like) else None)
+    if out.stride() != stride and not value.hook.lossy:  # kernels may choose by strides, and round differently
+        out = with_strides(out, stride)
     restored: torch.Tensor = out if out.shape == shape else out.expand(shape)
     return restored
 

@@ -6,11 +6,20 @@
 A hook packs the permuted tensor from front to back. What unpack returned gets the strides of the saved tensor by
 `restride`. Sizes and strides alone decide, without a guard on symbolic ones: their example values suggest an order,
 which is taken only if it is contiguous for every value.
+
+The strides of a trace are those that torch's fake kernels predict, and real kernels may return others. Inductor's code
+compares them when it runs. A graph that runs operator by operator does not, so it has three functions as nodes:
+
+      forward    y = laid_out(x, ...)       x in the strides that the hook was traced with: itself, or else a copy
+                 strides = layout_of(x)     the real strides, as sizes of a tensor without elements
+                 q, s = pack(y)
+      backward   x' = in_layout(unpack(q, s), strides)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,16 +72,10 @@ def _strided_dimensions(like: torch.Tensor) -> list[int]:
     return [d for d in range(like.dim()) if not same_size(like.stride(d), 0) and not same_size(like.shape[d], 1)]
 
 
-def restride(out: torch.Tensor, like: torch.Tensor, stride: Sequence[Any] | None) -> torch.Tensor:
-    """`out` with the memory order of `like`, which the backward's views were built on.
-
-    With `stride`, the strides of a `like` that has gaps between its values, the result has the same gaps. For a kernel
-    of ATen may take the rows one by one or all at once, depending on the gaps between them, and round differently.
-    """
+def restride(out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`out` with the memory order of fake `like`, which the backward's views were built on."""
     if all(same_size(a, b) for a, b in zip(out.stride(), like.stride(), strict=True)):
         return out
-    if stride is not None:
-        return _with_gaps(out, like, stride)
     if not _strided_dimensions(like) or same_size(like.numel(), 0):
         return out
     order = sorted(range(like.dim()), key=lambda d: (-hint(like.stride(d)), d))
@@ -81,27 +84,111 @@ def restride(out: torch.Tensor, like: torch.Tensor, stride: Sequence[Any] | None
     return from_memory_order(out.permute(order).contiguous(), order)
 
 
-def has_gaps(like: torch.Tensor) -> bool:
-    """Whether there is memory between the values of `like` that is not its own; False if the values overlap."""
-    dense, reached = True, 1
+# --- layouts in graphs that run operator by operator ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TracedLayout:
+    """The layout that a hook is traced with: the arguments of `laid_out`."""
+
+    order: tuple[int, ...]  # dimensions in the order of memory; those of stride 0 are left out
+    strides: tuple[int, ...] | None  # None: no gaps between the values, for any sizes
+
+
+def traced_layout(x: torch.Tensor, *, expanded_for_certain: bool) -> TracedLayout:
+    """The layout to trace a hook with on fake `x`: that of `x`, or a dense one if a size is symbolic.
+
+    A stride of 0 is kept if `expanded_for_certain`; else real rows may differ where the trace has one row.
+    """
+    expanded = expanded_dimensions(x)
+    certain = expanded_for_certain or not expanded
+    rows = [d for d in range(x.dim()) if d not in expanded or not certain]
+    order = tuple(sorted(rows, key=lambda d: (0, 0) if same_size(x.shape[d], 1) else (1, -hint(x.stride(d)))))
+    known = certain and all(isinstance(n, int) for n in (*x.shape, *x.stride()))
+    return TracedLayout(order, tuple(x.stride()) if known else None)
+
+
+def fake_in(layout: TracedLayout, x: torch.Tensor) -> torch.Tensor:
+    """The fake value of `laid_out` for fake `x`."""
+    if layout.strides is not None:
+        return x
+    laid = x.new_empty_strided(x.shape, _dense_strides(x.shape, layout.order))
+    return laid.conj() if x.is_conj() else laid
+
+
+def laid_out(x: torch.Tensor, order: Sequence[int], strides: Sequence[int] | None) -> torch.Tensor:
+    """`x` in a `TracedLayout`: itself, or a copy if an operator gave it another layout than its trace.
+
+    Strides of dimensions of size 1 are those of the trace, too: a view as another dtype checks them.
+    """
+    strides = _dense_strides(x.shape, order) if strides is None else strides
+    if x.stride() == strides:
+        return x
+    # a copy would resolve the promise to conjugate, which the hook's trace starts with
+    return with_strides(x.conj(), strides).conj() if x.is_conj() else with_strides(x, strides)
+
+
+def layout_of(x: torch.Tensor) -> torch.Tensor:
+    """The strides of `x`, as the sizes of a tensor without elements after the first, which is 0.
+
+    A tensor crosses to the backward like any other; a number would need a symbol.
+    """
+    return x.new_empty_strided((0, *x.stride()), (0,) * (x.dim() + 1))
+
+
+def in_layout(y: torch.Tensor, layout: torch.Tensor, with_gaps: bool) -> torch.Tensor:
+    """`y` with the strides in `layout`, those of dimensions of size 1 included, or a copy that has them.
+
+    Without `with_gaps`, a copy has the same order in memory, but no gaps.
+    """
+    strides: Sequence[int] = layout.shape[1:]
+    if y.stride() == strides:
+        return y
+    if not with_gaps:
+        moving = [d for d in range(y.dim()) if strides[d] != 0 and y.shape[d] != 1]
+        dense = _dense_strides(y.shape, sorted(moving, key=lambda d: -strides[d]))
+        strides = [dense[d] if d in moving else strides[d] for d in range(y.dim())]
+    return with_strides(y, strides)
+
+
+def with_strides(y: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """`y` with exactly these `strides`: a view if its values lie so, else a copy."""
+    if y.numel() == 0:
+        return y.new_empty_strided(y.shape, strides)
+    return y.as_strided(y.shape, strides) if _same_strides(y, strides) else _copied_into(y, strides)
+
+
+def _same_strides(x: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether the values of `x` lie as `strides` say; the stride of a dimension of size 1 means nothing."""
+    return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
+
+
+def _dense_strides(shape: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:
+    """Strides without gaps for the dimensions in `order`, the outermost first; 0 for all others."""
+    strides: list[Any] = [0] * len(shape)
     expected: Any = 1
-    for d in sorted(_strided_dimensions(like), key=lambda d: (hint(like.stride(d)), -d)):
-        if hint(like.stride(d)) < reached:
-            return False
-        reached += (hint(like.shape[d]) - 1) * hint(like.stride(d))
-        dense = dense and same_size(like.stride(d), expected)
-        expected = expected * like.shape[d]
-    return not dense and not same_size(like.numel(), 0)
+    for d in reversed(order):
+        strides[d] = expected
+        expected = expected * shape[d]
+    return tuple(strides)
 
 
-def _with_gaps(out: torch.Tensor, like: torch.Tensor, stride: Sequence[Any]) -> torch.Tensor:
-    """A copy of `out` with `stride`, that of `like`; the numbers in the gaps are arbitrary, nobody reads them."""
-    rows = out
-    for d in range(like.dim()):
-        if same_size(like.stride(d), 0):
+def _copied_into(y: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """A copy of `y` with `strides`; the numbers in gaps are arbitrary, nobody reads them."""
+    rows, reached, overlaps = y, 1, False
+    for d in sorted(range(y.dim()), key=lambda d: strides[d]):
+        if strides[d] == 0:
             rows = rows.narrow(d, 0, 1)
-    span: Any = 1
-    for d in _strided_dimensions(like):
-        span = span + (out.shape[d] - 1) * stride[d]
-    memory = torch.as_strided_scatter(out.new_empty((span,)), rows, rows.shape, stride, 0)
-    return memory.as_strided(out.shape, stride, 0)
+        elif y.shape[d] != 1:
+            overlaps = overlaps or strides[d] < reached
+            reached += (y.shape[d] - 1) * strides[d]
+    memory = y.new_empty((reached,))
+    if overlaps:  # equal values share memory, which `copy_` refuses to write to
+        positions = torch.zeros(rows.shape, dtype=torch.int64, device=y.device)
+        for d, n in enumerate(rows.shape):
+            steps = torch.arange(n, device=y.device) * strides[d]
+            positions = positions + steps.view([-1 if i == d else 1 for i in range(y.dim())])
+        memory[positions.flatten()] = rows.flatten()
+    else:
+        memory.as_strided(rows.shape, strides).copy_(rows)
+    return memory.as_strided(y.shape, strides)

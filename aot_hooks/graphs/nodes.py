@@ -20,6 +20,7 @@ from cudagraph.placeholder import source_line as line_outside_torch
 
 from ..errors import PACKAGE
 from ..torch_private import values as torch_values
+from .layout import in_layout, laid_out
 
 _OWN_FRAME = re.compile(rf'File "{re.escape(PACKAGE)}[^"]*", line \d+, in .*\n\s*.*')
 
@@ -141,7 +142,12 @@ def has_tag(node: Node, tag: torch.Tag) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether the result of `node` shares the storage of its first argument, or is one of several that do."""
+    """Whether the result of `node` shares the storage of its first argument, or is one of several that do.
+
+    `laid_out` and `in_layout` count as views: they copy only where a kernel gave a layout that torch did not predict.
+    """
+    if node.target in (laid_out, in_layout):
+        return True
     if node.target is operator.getitem:
         call = node.args[0]
         return isinstance(call, Node) and is_view(call)
@@ -165,6 +171,25 @@ def view_source(node: Node) -> Node | None:
         return view_source(source)
     # by name, because torch_private alone names private operators
     return source if is_view(node) or str(node.target) == "aten._unsafe_view.default" else None
+
+
+# views that count from the start of the storage: of another storage they are other views
+_OF_STORAGE = ("aten.as_strided.default", "aten._reshape_alias.default")
+
+
+def seen_from(node: Node) -> dict[Node, tuple[Node, ...]]:
+    """`node` and all tensors that it is a view of, the nearest first; each with the nodes that make `node` from it."""
+    found: dict[Node, tuple[Node, ...]] = {node: ()}
+    while (source := view_source(node)) is not None:
+        steps = (node.args[0], node) if node.target is operator.getitem else (node,)
+        inputs = {n for step in steps for n in step.all_input_nodes} - {source, *steps}
+        if any(str(step.target) in _OF_STORAGE for step in steps):
+            break
+        if any(isinstance(n.meta.get("val"), torch.Tensor) for n in inputs):
+            break
+        found[source] = (*steps, *found[node])
+        node = source
+    return found
 
 
 def producer(node: Node) -> Node:

@@ -23,8 +23,8 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import results_of
 
-from ..graphs.layout import in_memory_order
-from ..graphs.nodes import PACKED, has_tag
+from ..graphs.layout import fake_in, in_layout, in_memory_order, laid_out, layout_of
+from ..graphs.nodes import PACKED, has_tag, storage_of
 from ..graphs.saved import Boundary, SavedValue
 from ..torch_private import values as torch_values
 from ..torch_private.inductor_fusion import FROM_HOOK, mark_alone
@@ -39,8 +39,7 @@ _Pairs = list[tuple[Node, Node]]  # forward nodes that cross, each with its back
 def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable[Unit]) -> tuple[Unit, ...]:
     """Put the packings of `units` into both graphs, in place; returns the units with the leaves that cross."""
     units = tuple(units)
-    # a source other than the value itself is read where the copy is made, so as not to keep it for longer
-    ends = [after_inputs(last_use(u.source) if u.source is u.saved.fw_node else u.saved.fw_node) for u in units]
+    ends = [after_inputs(_last_use(unit)) for unit in units]
     crossing: dict[Node, _Pairs] = {}  # by the old backward placeholder
     numbers: _Pairs = list(boundary.symints)
     inlined: list[Unit] = []
@@ -51,15 +50,24 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
         packings = []
         for packing in unit.packings:
             first = min(packing.readers)
+            strides: list[Node] = []
             if unit.keep:
                 with bw.graph.inserting_before(first):
-                    inputs = _copy_in(packing.traced.pack, bw, [slot], f"{value.row.name}_pack")
+                    inputs = _copy_in(packing.traced.pack, bw, [_laid_out(bw, slot, unit)], f"{value.row.name}_pack")
+                    strides = _layout_of(bw, slot, unit, packing)
             else:
                 leaves = _pack(fw, unit, packing, end)
-                inputs = [_cross(bw, value, i, leaf, crossing[slot], numbers) for i, leaf in enumerate(leaves)]
+                with fw.graph.inserting_after(max([end, *leaves])):
+                    strides = _layout_of(fw, unit.source, unit, packing)
+                crossed = enumerate((*leaves, *strides))
+                inputs = [_cross(bw, value, i, leaf, crossing[slot], numbers) for i, leaf in crossed]
+                inputs, strides = inputs[: len(leaves)], inputs[len(leaves) :]
                 packing = replace(packing, leaves=tuple(leaves), packed_bytes=bytes_of(leaves))
             with bw.graph.inserting_before(first):
                 (out,) = _copy_in(packing.traced.unpack, bw, inputs, f"{value.row.name}_unpack")
+                for layout in strides:
+                    with_gaps = not packing.hook.lossy  # the numbers are rounded anyway, and gaps take memory
+                    out = _from_hook(bw, in_layout, out, layout, with_gaps, value=unit.source.meta["val"])
                 _read_from(bw, out, packing.readers, unit, numbers)
             packings.append(packing)
         inlined.append(replace(unit, packings=tuple(packings)))
@@ -68,6 +76,44 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
         for saved in (*(() if unit.keep else (unit.saved,)), *unit.views):
             bw.graph.erase_node(saved.bw_node)
     return tuple(inlined)
+
+
+def _last_use(unit: Unit) -> Node:
+    """The node of the forward after which `unit` is packed: the last that reads its source.
+
+    A source with memory of its own is read where the copy of it is made, so as not to keep it for longer. Inductor's
+    kernels make a transpose where it is read, so its source is packed there, too.
+    """
+    value = unit.saved.fw_node
+    same = unit.source is value or (unit.layout is not None and storage_of(unit.source) == storage_of(value))
+    return last_use(unit.source) if same else value
+
+
+def _laid_out(gm: GraphModule, source: Node, unit: Unit) -> Node:
+    """`source` in the layout that the hooks of `unit` were traced with."""
+    if unit.layout is None:
+        return source
+    value = source.meta["val"]
+    with torch_values.tracing_on_fakes(value.fake_mode):
+        value = fake_in(unit.layout, value)
+    return _from_hook(gm, laid_out, source, unit.layout.order, unit.layout.strides, value=value)
+
+
+def _layout_of(gm: GraphModule, source: Node, unit: Unit, packing: Packing) -> list[Node]:
+    """The real strides of `source`, if what `packing` gives back is to have them."""
+    if unit.layout is None or packing.traced.identity:
+        return []
+    value = source.meta["val"]
+    with torch_values.tracing_on_fakes(value.fake_mode):
+        value = layout_of(value)
+    return [_from_hook(gm, layout_of, source, value=value)]
+
+
+def _from_hook(gm: GraphModule, target: Any, *args: Any, value: torch.Tensor) -> Node:
+    """A call of a function of `layout.py`, with its fake value. Run on fake tensors, it would guard on strides."""
+    node = gm.graph.call_function(target, args)
+    node.meta.update({"val": value, FROM_HOOK: True})
+    return node
 
 
 def _pack(fw: GraphModule, unit: Unit, packing: Packing, end: Node) -> list[Node]:
@@ -82,7 +128,8 @@ def _pack(fw: GraphModule, unit: Unit, packing: Packing, end: Node) -> list[Node
         with fw.graph.inserting_before(definition.next):
             _copy_in(pack, fw, [unit.source], name, env, only=with_inputs(reductions))
     with fw.graph.inserting_before(end.next):
-        leaves = _copy_in(pack, fw, [unit.source], name, env)
+        source = unit.source if packing.traced.identity else _laid_out(fw, unit.source, unit)
+        leaves = _copy_in(pack, fw, [source], name, env)
     if packing.pack_at_definition:
         mark_alone(list(with_inputs(leaves, until=[unit.source])), unit.saved.row.name)
     return leaves
@@ -183,7 +230,8 @@ def _read_from(bw: GraphModule, out: Node, readers: Collection[Node], unit: Unit
         source = out
         if member.bw_node in unit.replays:
             for node in unit.replays[member.bw_node]:
-                source = call(bw.graph, node.target, source, *node.args[1:], **node.kwargs)
+                args, kwargs = (_in_backward(bw, a, head, numbers) for a in (node.args[1:], node.kwargs))
+                source = call(bw.graph, node.target, source, *args, **kwargs)
         elif same_view(head.value, member.value):
             pass
         elif has_symbols(head.value) or has_symbols(member.value):
@@ -198,6 +246,11 @@ def _read_from(bw: GraphModule, out: Node, readers: Collection[Node], unit: Unit
         for reader in list(member.bw_node.users):
             if reader in readers:
                 reader.replace_input_with(member.bw_node, source)
+
+
+def _in_backward(bw: GraphModule, arguments: Any, value: SavedValue, numbers: _Pairs) -> Any:
+    """`arguments` of a node of the forward for one of the backward: sizes that are no constants cross."""
+    return torch.fx.node.map_arg(arguments, lambda size: _cross(bw, value, 0, size, [], numbers))
 
 
 def _in_shape_of(bw: GraphModule, out: Node, like: torch.Tensor, view: torch.Tensor, numbers: _Pairs) -> Node:

@@ -17,7 +17,17 @@ from torch.fx import Node
 from ..errors import OptionError
 from ..graphs.backward_reads import FoundRead
 from ..graphs.layout import in_memory_order, is_contiguous
-from ..graphs.nodes import PACKED, REGION, SNAPSHOT, annotation, producer, region_body, region_output, view_source
+from ..graphs.nodes import (
+    PACKED,
+    REGION,
+    SNAPSHOT,
+    annotation,
+    producer,
+    region_body,
+    region_output,
+    seen_from,
+    view_source,
+)
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..library.lossless import compare_hook
@@ -195,7 +205,9 @@ class Choice:
 
     def kept(self, reason: str) -> Choice:
         """The same choice without a hook."""
-        return replace(self, uses=((KEEP, self.readers),), reason=reason, view_of=None, answers=(), was_declined=False)
+        uses = ((KEEP, self.readers),)
+        unpacked: dict[str, Any] = {"view_of": None, "source": None, "replay": (), "answers": (), "was_declined": False}
+        return replace(self, uses=uses, reason=reason, **unpacked)
 
 
 def repeats_across_regions(graph: torch.fx.Graph) -> bool:
@@ -215,19 +227,28 @@ def repeats_across_regions(graph: torch.fx.Graph) -> bool:
     return False
 
 
-def decide(boundary: Boundary, ambient: Setting | None, regions: Mapping[str, Setting]) -> tuple[Choice, ...]:
+def decide(
+    boundary: Boundary, ambient: Setting | None, regions: Mapping[str, Setting], *, for_inductor: bool
+) -> tuple[Choice, ...]:
     """Choose a hook for each reader of each saved value.
 
     A reader inside a region of the program follows the region's setting, any other the ambient one. One storage is
     packed once: of several views of it one is packed, and if one must stay all stay. A lossy hook takes a value only if
     the backward's reads of it are smooth, or decisions that answers.py can answer exactly.
+
+    For Inductor, which compares real strides with those of the trace, a view is made by its strides. In a graph that
+    runs operator by operator real strides may be others, so the operators that made the view run again.
     """
     choices = [_choose(value, ambient, regions) for value in boundary.tensors]
     by_storage: dict[int, list[Choice]] = defaultdict(list)
     for choice in choices:
         by_storage[choice.value.row.storage].append(choice)
     numbers = {expression(node.meta["val"]) for node, _ in boundary.symints}
-    decided = {choice.value: choice for views in by_storage.values() for choice in _pack_once(views, numbers)}
+    decided = {
+        choice.value: choice
+        for views in by_storage.values()
+        for choice in _pack_once(views, numbers, by_strides=for_inductor)
+    }
     return tuple(decided[choice.value] for choice in choices)
 
 
@@ -328,7 +349,7 @@ def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str, bo
     return hook, why, False
 
 
-def _pack_once(views: list[Choice], numbers: set[str]) -> list[Choice]:
+def _pack_once(views: list[Choice], numbers: set[str], *, by_strides: bool) -> list[Choice]:
     """Of several saved views of one storage, pack one that covers the others, or none. The symbolic `numbers` cross."""
     if len(views) == 1:
         return views
@@ -343,11 +364,48 @@ def _pack_once(views: list[Choice], numbers: set[str]) -> list[Choice]:
     if len(hooks) != 1:
         return views  # different hooks for different readers or views: each its own packing
     head = next((c for c in views if all(_covers(c.value.value, o.value.value, numbers) for o in views)), None)
+    if not by_strides:
+        if (packed := _packed_for_all(views)) is not None:
+            return packed
+        if head is None:
+            return views
+        reason = "shares its storage with '{}', which it is no view of by operators that can run again"
+        return [c.kept(reason.format((views[1] if c is head else head).value.row.name)) for c in views]
     if head is None:
         return views
     hook = head.uses[0][0]
     reason = f"a view of '{head.value.row.name}'"
     return [c if c is head else replace(c, view_of=head.value, uses=((hook, c.readers),), reason=reason) for c in views]
+
+
+def _packed_for_all(views: list[Choice]) -> list[Choice] | None:
+    """`views` with one packed, from which operators of the forward make the others again; None if there is none.
+
+    If no saved view is the source of the others, the nearest source of all is packed, unless it has more elements.
+    """
+    sources = [seen_from(c.value.fw_node) for c in views]
+    root = next((n for n in sources[0] if all(n in each for each in sources)), None)
+    if root is None:
+        return None
+    whole: torch.Tensor = root.meta["val"]
+    kind = whole.dtype, whole.is_conj(), whole.is_neg()
+    if any((x.dtype, x.is_conj(), x.is_neg()) != kind for x in (c.value.value for c in views)):
+        return None
+    head = next((c for c in views if c.value.fw_node is root), None)
+    if head is None:
+        head = next((c for c in views if same_size(c.value.value.numel(), whole.numel())), None)
+    if head is None:
+        return None
+    hook, reason = head.uses[0][0], f"a view of '{head.value.row.name}'"
+    packed = []
+    for c, found in zip(views, sources, strict=True):
+        replay = found[root]
+        if c is not head:
+            c = replace(c, view_of=head.value, uses=((hook, c.readers),), replay=replay, reason=reason)
+        elif replay:
+            c = replace(c, source=root, replay=replay, reason=f"{c.reason}; packed as '{root.name}', which it views")
+        packed.append(c)
+    return packed
 
 
 def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -66,10 +66,10 @@ def rewrite(
     if regions:
         label_views(bw.graph)
     cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
-    choices = decide(cross, ambient, regions)
+    choices = decide(cross, ambient, regions, for_inductor=for_inductor)
     cross, choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)
     choices = dedup_copies(choices, cross.kept_storages)
-    choices, units = trace_units(choices, trace or tracer(for_inductor))
+    choices, units = trace_units(choices, trace or tracer(for_inductor), for_inductor=for_inductor)
     transfers: tuple[Transfer, ...] = ()
     if units:
         if for_inductor:

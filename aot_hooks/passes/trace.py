@@ -6,8 +6,8 @@
 
 Both functions are retraced on the fake tensor that AOTAutograd holds for the value, so their Python control flow sees
 the true shape, dtype and device. Leaves that are neither tensors nor symbolic (dtypes, numbers, None) and constant
-tensors become constants of unpack. Dimensions of stride 0 are packed once, not expanded. The result has the strides of
-the saved tensor, whatever unpack returned. The contract is checked here, see `HookContractError`.
+tensors become constants of unpack. Dimensions of stride 0 are packed once, not expanded. The result has the memory
+order of the saved tensor, whatever unpack returned. The contract is checked here, see `HookContractError`.
 
 Source: retracing for each saved tensor is the idea of torch's `saved_tensors_hooks` inlining (pytorch/pytorch#150032).
 """
@@ -29,7 +29,7 @@ from cudagraph.placeholder import written_nodes
 
 from ..contract import check_packed, check_unpacked, function_named, input_mutated
 from ..errors import AotHooksError, HookContractError, HookTraceError
-from ..graphs.layout import expanded_dimensions, has_gaps, restride
+from ..graphs.layout import expanded_dimensions, restride
 from ..graphs.nodes import is_view
 from ..hook import Hook
 from ..identity.records import note_trace
@@ -145,8 +145,6 @@ def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, A
     sample = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     sample = sample.conj() if value.is_conj() else sample
     expanded = expanded_dimensions(value)  # packed as one row
-    # Inductor's loops take value by value, and a hook that rounds needs no memory for gaps
-    stride_count = value.dim() if decompositions is None and not hook.lossy and has_gaps(sample) else 0
     # from `pack` to `unpack`: the leaves, the function that rebuilds the pytree, and what unpack must return. In a list
     # because make_fx returns the graph alone
     calls: list[tuple[list[Any], Any, tuple[torch.Size, torch.dtype, torch.device]]] = []
@@ -163,7 +161,7 @@ def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, A
             raise input_mutated(at_pack)
         check_packed(packed, lambda: at_pack)
         own, rebuild = _flatten(packed)
-        leaves = [*own, *(x.shape[d] for d in expanded), *(x.stride() if stride_count else ())]
+        leaves = [*own, *(x.shape[d] for d in expanded)]
         calls.append((leaves, rebuild, like))
         return [a for a in leaves if isinstance(a, _CROSSES)]
 
@@ -175,7 +173,6 @@ def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, A
         flat = list(leaves)
         for i, a in zip(crossing, crossed, strict=True):
             flat[i] = a
-        stride = [flat.pop() for _ in range(stride_count)][::-1]
         sizes = [flat.pop() for _ in expanded][::-1]
         out = _call(hook.unpack, rebuild(flat), at_unpack)
         check_unpacked(out, *like, lambda: at_unpack, plain=True)
@@ -184,7 +181,7 @@ def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, A
             for d, size in zip(expanded, sizes, strict=True):
                 shape[d] = size
             out = out.expand(shape)
-        return [restride(out, value, stride or None)]
+        return [restride(out, value)]
 
     unpack_graph = _functional(unpack, tuple(leaves[i] for i in crossing), decompositions)
     _clean(unpack_graph)

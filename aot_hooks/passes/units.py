@@ -15,13 +15,15 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import results_of
 
+from ..graphs.layout import TracedLayout, expanded_dimensions, fake_in, traced_layout
 from ..graphs.lifetimes import alive_bytes, fuses
-from ..graphs.nodes import producer, storage_bytes, storage_of
+from ..graphs.nodes import producer, seen_from, storage_bytes, storage_of
 from ..graphs.saved import SavedValue
 from ..hook import KEEP, Hook, compiling_for
 from ..offloading.hook import settings_of
 from ..offloading.transfers import offload_wait
 from ..torch_private import inductor
+from ..torch_private import values as torch_values
 from .edits import last_use, log, show
 from .plan import UNCOPIED, Choice
 from .trace import TracedHook, trace_hook
@@ -64,8 +66,11 @@ class Unit:
     keep: bool
     source: Node  # the node of the forward that is packed: the value's own, or one that it is a copy of
     views: tuple[SavedValue, ...] = ()  # views of the same storage, or copies of the value
-    # for the backward inputs of values that are copies, the nodes that make them from the unpacked value
+    # for the backward inputs of copies and views, the nodes that make them from the unpacked value
     replays: Mapping[Node, tuple[Node, ...]] = field(default_factory=dict)
+    # The layout that pack was traced with, in a graph that runs operator by operator: there real strides may be others.
+    # None for Inductor.
+    layout: TracedLayout | None = None
 
     @property
     def operators(self) -> set[Any]:
@@ -104,7 +109,9 @@ def tracer(for_inductor: bool) -> Trace:
     return trace
 
 
-def trace_units(choices: Sequence[Choice], trace: Trace) -> tuple[tuple[Choice, ...], tuple[Unit, ...]]:
+def trace_units(
+    choices: Sequence[Choice], trace: Trace, *, for_inductor: bool
+) -> tuple[tuple[Choice, ...], tuple[Unit, ...]]:
     """A unit for each value that is packed or dropped; `trace` is a `tracer`.
 
     The choices come back too: a value whose hooks all leave it as it is stays, and so do its views.
@@ -118,7 +125,7 @@ def trace_units(choices: Sequence[Choice], trace: Trace) -> tuple[tuple[Choice, 
     for choice in choices:
         unit = Unit(choice.value, (), False, choice.value.fw_node) if choice.is_dropped else None
         if choice.packs and choice.view_of is None:
-            choice, unit = _traced(choice, views[choice.value], trace)
+            choice, unit = _traced(choice, views[choice.value], trace, for_inductor=for_inductor)
         if unit is not None:
             units[choice.value] = unit
         traced.append(choice)
@@ -127,15 +134,20 @@ def trace_units(choices: Sequence[Choice], trace: Trace) -> tuple[tuple[Choice, 
     return tuple(found), tuple(units.values())
 
 
-def _traced(choice: Choice, views: list[Choice], trace: Trace) -> tuple[Choice, Unit | None]:
+def _traced(choice: Choice, views: list[Choice], trace: Trace, *, for_inductor: bool) -> tuple[Choice, Unit | None]:
     """The choice, with `KEEP` for hooks that change nothing, and its unit, if a hook is left."""
     source = choice.seen
+    value = source.meta["val"]
+    layout = None if for_inductor or not choice.packs else _layout_of(source)
+    if layout is not None:
+        with torch_values.tracing_on_fakes(value.fake_mode):
+            value = fake_in(layout, value)
     packings: list[Packing] = []
     uses: list[tuple[Hook, tuple[Node, ...]]] = []
     reason = choice.reason
     for hook, readers in choice.uses:
         if hook is not KEEP:
-            traced = trace(hook, source.meta["val"], choice.value)
+            traced = trace(hook, value, choice.value)
             if traced.identity and hook is not UNCOPIED:
                 hook, reason = KEEP, f"'{hook.name}' leaves it as it is"
             else:
@@ -148,7 +160,17 @@ def _traced(choice: Choice, views: list[Choice], trace: Trace) -> tuple[Choice, 
     first, *others = packings
     first = replace(first, readers=(*first.readers, *(reader for c in views for reader in c.uses[0][1])))
     replays = {c.value.bw_node: c.replay for c in (choice, *views) if c.replay}
-    return choice, Unit(choice.value, (first, *others), keep, source, tuple(c.value for c in views), replays)
+    return choice, Unit(choice.value, (first, *others), keep, source, tuple(c.value for c in views), replays, layout)
+
+
+def _layout_of(source: Node) -> TracedLayout:
+    """The layout to trace hooks with for `source`.
+
+    A stride of 0 is certain if `expand` made it, or the caller did: Dynamo compares the strides of inputs.
+    """
+    *_, root = seen_from(source)
+    certain = root.op == "placeholder" or not expanded_dimensions(root.meta["val"])
+    return traced_layout(source.meta["val"], expanded_for_certain=certain)
 
 
 def choose_positions(units: tuple[Unit, ...], fw: GraphModule, *, planned: bool) -> tuple[Unit, ...]:

@@ -228,8 +228,8 @@ def _hook_options(
     on_gpu = [group[0].row.device.type == "cuda" for group in groups]
     ours = dataclasses.replace(graphs.boundary, tensors=[value for group in groups for value in group])
     for name, rule in _rules(tuple(allow), max_error).items():
-        choices = decide(ours, Setting(rule, scope), {})
-        choices, units = trace_units(choices, graphs.trace)
+        choices = decide(ours, Setting(rule, scope), {}, for_inductor=graphs.fused)
+        choices, units = trace_units(choices, graphs.trace, for_inductor=graphs.fused)
         packed = {choice.value: choice for choice in choices if choice.packs}
         unit_of = {unit.saved: unit for unit in units}
         for i, group in enumerate(groups):

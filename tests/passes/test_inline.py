@@ -11,6 +11,7 @@ from graphs import EXACT, FLOAT8, HALF, by_hand, capture, inputs, ops, text
 from torch.fx import GraphModule, Node
 
 from aot_hooks import Hook
+from aot_hooks.graphs.layout import in_layout, layout_of
 
 pytestmark = pytest.mark.core
 
@@ -53,19 +54,23 @@ primals_1 float32[4, 8] = input
 primals_2 float32[4, 8] = input
 add float32[4, 8] = aten.add.Tensor(primals_1, primals_2)
 mul float32[4, 8] = aten.mul.Tensor(add, add)
-add_pack_view float32[32] = aten.view.default(add, [-1])
+laid_out float32[4, 8] = laid_out(add, (0, 1), (8, 1))
+add_pack_view float32[32] = aten.view.default(laid_out, [-1])
 add_pack__to_copy float8_e5m2[32] = aten._to_copy.default(add_pack_view, dtype=torch.float8_e5m2)
+layout_of float32[0, 8, 1] = layout_of(add)
 sin float32[4, 8] = aten.sin.default(mul)
-return sin, add_pack__to_copy
+return sin, add_pack__to_copy, layout_of
 --
 add_packed_0 float8_e5m2[32] = input
+add_packed_1 float32[0, 8, 1] = input
 tangents_1 float32[4, 8] = input
 add_unpack__to_copy float32[32] = aten._to_copy.default(add_packed_0, dtype=torch.float32)
 add_unpack_view float32[4, 8] = aten.view.default(add_unpack__to_copy, [4, 8])
-mul float32[4, 8] = aten.mul.Tensor(add_unpack_view, add_unpack_view)
+in_layout float32[4, 8] = in_layout(add_unpack_view, add_packed_1, True)
+mul float32[4, 8] = aten.mul.Tensor(in_layout, in_layout)
 cos float32[4, 8] = aten.cos.default(mul)
 mul_1 float32[4, 8] = aten.mul.Tensor(tangents_1, cos)
-mul_2 float32[4, 8] = aten.mul.Tensor(add_unpack_view, 2)
+mul_2 float32[4, 8] = aten.mul.Tensor(in_layout, 2)
 mul_3 float32[4, 8] = aten.mul.Tensor(mul_2, mul_1)
 return mul_3, mul_3
 """,
@@ -83,23 +88,27 @@ primals_3 float32[a, b] = input
 primals_4 float32[a, b] = input
 add float32[a, b] = aten.add.Tensor(primals_3, primals_4)
 mul float32[a, b] = aten.mul.Tensor(add, add)
-add_pack_sym_size_int b = aten.sym_size.int(add, 1)
-add_pack_sym_size_int_1 a = aten.sym_size.int(add, 0)
-add_pack_view float32[b*a] = aten.view.default(add, [-1])
+laid_out float32[a, b] = laid_out(add, (0, 1), None)
+add_pack_sym_size_int b = aten.sym_size.int(laid_out, 1)
+add_pack_sym_size_int_1 a = aten.sym_size.int(laid_out, 0)
+add_pack_view float32[b*a] = aten.view.default(laid_out, [-1])
 add_pack__to_copy float8_e5m2[b*a] = aten._to_copy.default(add_pack_view, dtype=torch.float8_e5m2)
+layout_of float32[0, b, 1] = layout_of(add)
 sin float32[a, b] = aten.sin.default(mul)
-return sin, add_pack__to_copy, primals_2, primals_1
+return sin, add_pack__to_copy, layout_of, primals_2, primals_1
 --
 primals_2 b = input
 primals_1 a = input
 add_packed_0 float8_e5m2[b*a] = input
+add_packed_3 float32[0, b, 1] = input
 tangents_1 float32[a, b] = input
 add_unpack__to_copy float32[b*a] = aten._to_copy.default(add_packed_0, dtype=torch.float32)
 add_unpack_view float32[a, b] = aten.view.default(add_unpack__to_copy, [primals_1, primals_2])
-mul float32[a, b] = aten.mul.Tensor(add_unpack_view, add_unpack_view)
+in_layout float32[a, b] = in_layout(add_unpack_view, add_packed_3, True)
+mul float32[a, b] = aten.mul.Tensor(in_layout, in_layout)
 cos float32[a, b] = aten.cos.default(mul)
 mul_1 float32[a, b] = aten.mul.Tensor(tangents_1, cos)
-mul_2 float32[a, b] = aten.mul.Tensor(add_unpack_view, 2)
+mul_2 float32[a, b] = aten.mul.Tensor(in_layout, 2)
 mul_3 float32[a, b] = aten.mul.Tensor(mul_2, mul_1)
 return None, None, mul_3, mul_3
 """,
@@ -123,27 +132,31 @@ primals_3 float32[a, b] = input
 primals_4 float32[a, b] = input
 add float32[a, b] = aten.add.Tensor(primals_3, primals_4)
 mul float32[a, b] = aten.mul.Tensor(add, add)
-add_pack__to_copy float16[a, b] = aten._to_copy.default(add, dtype=torch.float16)
-add_pack_sym_size_int a = aten.sym_size.int(add, 0)
+laid_out float32[a, b] = laid_out(add, (0, 1), None)
+add_pack__to_copy float16[a, b] = aten._to_copy.default(laid_out, dtype=torch.float16)
+add_pack_sym_size_int a = aten.sym_size.int(laid_out, 0)
 add_pack_mul 2*a = <built-in function mul>(add_pack_sym_size_int, 2)
 add_pack_mul_1 2*a = <built-in function mul>(add_pack_sym_size_int, 2)
 add_pack_add 2*a = <built-in function add>(add_pack_mul_1, 0)
+layout_of float32[0, b, 1] = layout_of(add)
 sin float32[a, b] = aten.sin.default(mul)
-return sin, add_pack__to_copy, primals_2, primals_1, add_pack_mul
+return sin, add_pack__to_copy, layout_of, primals_2, primals_1, add_pack_mul
 --
 primals_2 b = input
 primals_1 a = input
 add_packed_1 2*a = input
 add_packed_0 float16[a, b] = input
+add_packed_3 float32[0, b, 1] = input
 tangents_1 float32[a, b] = input
 add_unpack_floordiv a = <built-in function floordiv>(add_packed_1, 2)
 add_unpack_slice float16[a, b] = aten.slice.Tensor(add_packed_0, 0, 0, add_unpack_floordiv)
 add_unpack__to_copy float32[a, b] = aten._to_copy.default(add_unpack_slice, dtype=torch.float32)
 add_unpack_add float32[a, b] = aten.add.Tensor(add_unpack__to_copy, 0)
-mul float32[a, b] = aten.mul.Tensor(add_unpack_add, add_unpack_add)
+in_layout float32[a, b] = in_layout(add_unpack_add, add_packed_3, True)
+mul float32[a, b] = aten.mul.Tensor(in_layout, in_layout)
 cos float32[a, b] = aten.cos.default(mul)
 mul_1 float32[a, b] = aten.mul.Tensor(tangents_1, cos)
-mul_2 float32[a, b] = aten.mul.Tensor(add_unpack_add, 2)
+mul_2 float32[a, b] = aten.mul.Tensor(in_layout, 2)
 mul_3 float32[a, b] = aten.mul.Tensor(mul_2, mul_1)
 return None, None, mul_3, mul_3
 """,
@@ -170,17 +183,20 @@ def test_pack_stands_after_last_forward_use_and_unpack_before_first_backward_use
     for name in saved:
         fw, bw = list(after.fw.graph.nodes), list(after.bw.graph.nodes)
         value = next(n for n in fw if n.name == name)
-        *readers, pack = sorted(fw.index(n) for n in value.users)
-        assert fw[pack].name == f"{name}_pack_clone" and pack == readers[-1] + 1
+        *readers, laid, strides = sorted(fw.index(n) for n in value.users)
+        assert [n.name for n in fw[laid].users] == [f"{name}_pack_clone"] and laid == readers[-1] + 1
+        assert fw[strides].target is layout_of and strides == laid + 2
         was = next(n for n in before.bw.graph.nodes if n.name == name)
         reader = next(n for n in bw if n.name == next(iter(was.users)).name)
-        # EXACT's unpack is empty: what the first reader reads is the packed input itself
-        assert [n.name for n in reader.all_input_nodes if n.op == "placeholder"] == [f"{name}_packed_0"]
+        # EXACT's unpack is empty: what the first reader reads is the packed input itself, in its layout
+        (unpacked,) = (n for n in reader.all_input_nodes if n.target is in_layout)
+        assert [n.name for n in unpacked.all_input_nodes] == [f"{name}_packed_0", f"{name}_packed_1"]
     _, after = capture(three_layers, leaf(4, 8), hook=HALF)
     bw = list(after.bw.graph.nodes)
     for name in saved:
         unpack = next(n for n in bw if n.name == f"{name}_unpack__to_copy")
-        assert bw.index(min(unpack.users, key=bw.index)) == bw.index(unpack) + 1
+        (in_its_layout,) = unpack.users
+        assert bw.index(min(in_its_layout.users, key=bw.index)) == bw.index(unpack) + 2
 
 
 def test_events_interleave() -> None:
@@ -205,7 +221,7 @@ def test_pack_waits_for_the_last_use_through_a_view() -> None:
     )
     pair.apply(EXACT)
     nodes = [n.name for n in pair.fw.graph.nodes]
-    assert nodes.index("mul_pack_clone") == max(nodes.index("mm"), nodes.index("sin")) + 1
+    assert nodes.index("mul_pack_clone") == max(nodes.index("mm"), nodes.index("sin")) + 2, "after `laid_out`"
 
 
 def test_pack_of_an_input_stands_after_all_inputs() -> None:
@@ -268,7 +284,7 @@ def test_saves_without_version_check_stay_the_last_tensors() -> None:
     two = Hook("two", lambda x: (x.half(), x.abs().amax()), lambda p: p[0].float() + 0 * p[1])
     before, after = capture(lambda x, y: Scale.apply(x @ W, y @ W), leaf(4, 8), leaf(4, 8), hook=two)
     flags = [[unchecked(n) for n in pair.saved] for pair in (before, after)]
-    assert [sum(f) for f in flags] == [1, 2] and len(flags[1]) == len(flags[0]) + 2
+    assert [sum(f) for f in flags] == [1, 3] and len(flags[1]) == len(flags[0]) + 4
     assert flags == [sorted(f) for f in flags]
 
 
@@ -288,8 +304,8 @@ def test_opaque_objects_stay_between_tensors_and_symints() -> None:
         taken = pair.bw.graph.placeholder("token")
     taken.meta["val"] = token
     pair.apply(Hook("two", lambda x: (x.half(), x.abs().amax()), lambda p: p[0].float() + 0 * p[1]))
-    assert [n is made for n in pair.saved] == [False, False, True]
-    assert [n.name == "token" for n in inputs(pair.bw)] == [False, False, True, False]
+    assert [n is made for n in pair.saved] == [False, False, False, True]
+    assert [n.name == "token" for n in inputs(pair.bw)] == [False, False, False, True, False]
 
 
 def test_every_new_node_has_a_value() -> None:

@@ -53,7 +53,7 @@ def test_views_of_one_storage_are_packed_once(name: str) -> None:
     x = torch.randn(4, 6)
     expected = pair.copy().run(x)
     pair.apply(EXACT)
-    assert len(pair.saved) == 1, "one packing crosses"
+    assert len(pair.packed) == 1, "one packing crosses"
     torch.testing.assert_close(pair.run(x), expected, rtol=0, atol=0)
     assert pair.plan is not None
     assert pair.plan.saved_bytes == 96 and pair.plan.packed_bytes == 96

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from aot_hooks import Hook, Plan
+from aot_hooks.graphs.layout import layout_of
 from aot_hooks.passes.edits import finished
 from aot_hooks.passes.rewrite import rewrite
 from aot_hooks.settings.setting import Setting
@@ -38,6 +40,11 @@ class Pair:
     def saved(self) -> list[Any]:
         """What the forward returns for the backward."""
         return list(outputs(self.fw))[self.num_fwd_outputs :]
+
+    @property
+    def packed(self) -> list[Any]:
+        """The same without the strides of what was packed."""
+        return [node for node in self.saved if node.target is not layout_of]
 
     def copy(self) -> Pair:
         return Pair(_copy(self.fw), _copy(self.bw), self.num_fwd_outputs, self.plan)
@@ -153,7 +160,8 @@ def _lines(gm: GraphModule) -> str:
         names[node] = base if not seen[base] else f"{base}_{seen[base]}"
         seen[base] += 1
         call = ", ".join([*map(repr, shown[0]), *(f"{k}={v!r}" for k, v in shown[1].items())])
-        what = "input" if node.op == "placeholder" else f"{node.target}({call})"
+        target = node.target.__name__ if isinstance(node.target, FunctionType) else node.target
+        what = "input" if node.op == "placeholder" else f"{target}({call})"
         lines.append(f"{names[node]} {kind(node.meta['val'])} = {what}")
     return "\n".join(lines) + "\n"
 
