@@ -18,8 +18,9 @@ new value: lossless.py stores the outcomes of these tests in place of the number
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,8 +32,17 @@ from cudagraph.placeholder import nearest_first
 from ..torch_private import values as torch_values
 from . import read_tables as tables
 from .cancellation import may_cancel, too_high_power
-from .nodes import argument_positions, has_tag, is_view, op_name, region_body, source_line, tensor_bytes
-from .read_tables import Test
+from .nodes import (
+    argument_called,
+    argument_positions,
+    has_tag,
+    is_view,
+    op_name,
+    region_body,
+    source_line,
+    tensor_bytes,
+)
+from .read_tables import Bound, Test
 
 _MAX_ANSWER_BYTES = 1 / 4  # of the saved tensor's; larger answers are not worth their bytes beside the packed ones
 _BROADCAST = 16  # a number that is read for more results than this is a statistic: one error would shift them all
@@ -95,7 +105,7 @@ class BackwardReads:
         self.saved = {b: f for f, b in saved if isinstance(f, Node)}
         self.of_tangents = {n for n in bw.graph.find_nodes(op="placeholder") if n not in self.saved}
         for node in bw.graph.nodes:
-            shaped = tables.SHAPE_ONLY.get(str(node.target))
+            shaped = shape_only_at(node)
             inputs = self.of_tangents.intersection(node.all_input_nodes)
             if any(shaped is None or not only_at(node, n, shaped) for n in inputs):
                 self.of_tangents.add(node)
@@ -177,7 +187,7 @@ class BackwardReads:
             return "unknown"
         positions = argument_positions(user, value)
         result = user.meta.get("val")
-        if name in tables.SHAPE_ONLY and positions == [tables.SHAPE_ONLY[name]]:
+        if positions and positions == [shape_only_at(user)]:
             return "none"
         if user.target is torch.ops.higher_order.invoke_subgraph:
             return "nested"
@@ -188,14 +198,14 @@ class BackwardReads:
             return "decision"
         # a piece of an operator that is smooth as a whole: the result, or only read by other pieces
         inside, *after = [str(n.meta.get("original_aten")) in tables.SMOOTH_INSIDE for n in (user, *user.users)]
-        if inside and len(set(after)) <= 1:
+        if (inside and len(set(after)) <= 1) or self._is_of_an_activation(value, user):
             return "smooth"
         if too_high_power(user):
             return "singular"
         if user.target is _aten.pow.Tensor_Scalar and positions == [0]:
             smooth = cast("float", user.args[1]) >= 1
         else:
-            smooth = positions != [] and set(positions) <= set(tables.SMOOTH.get(name, ()))
+            smooth = positions != [] and set(positions) <= smooth_row(user).keys()
         broadcast = has_tag(user, torch.Tag.pointwise) and _numel(user) > _BROADCAST * _numel(value)
         if smooth and (broadcast or self._is_divided(user)):
             return "singular"
@@ -204,14 +214,22 @@ class BackwardReads:
             return "singular"
         if smooth and not again and set(positions) & set(tables.ADDENDS.get(name, ())):
             return "singular"
-        if _is_sine(user) and not _may_be_rounded_for_sine(value):
-            return "singular"
-        if user.target is _aten.exp.default and _is_minus_square(value):
-            return "smooth"
         if smooth:
             return "smooth"
         plain = name.split(".")[1] if name.count(".") == 2 else name
         return "decision" if plain in tables.DECIDES else "singular" if plain in tables.SINGULAR else "unknown"
+
+    def _is_of_an_activation(self, value: Node, user: Node) -> bool:
+        """Whether `user` reads `value` for an activation by hand: GELU by `erf`, or a sigmoid times its input."""
+        if _is_slope_of_erf(user, value):
+            return True
+        gate = user if user.target is _aten.sigmoid.default else value
+        while gate is not user and str(gate.target) in tables.MOVES | tables.CONVERSIONS:
+            gate = cast("Node", gate.args[0])
+        slope = _aten.sigmoid_backward.default in (user.target, user.meta.get("original_aten"))
+        if gate is not user and not slope:
+            return False
+        return _is_gate_of_itself(self.forward_node_of.get(gate, gate))
 
     def _is_divided(self, user: Node) -> bool:
         """Whether `user` divides element by element, or moves a gradient into such a division.
@@ -241,8 +259,6 @@ class BackwardReads:
         if inner is None or len(placeholders) != len(operands) or not positions or min(positions) < 2:
             yield FoundRead(Read("unknown", op_name(user), source_line(user)), direct)
             return
-        for node in filter(_is_sine, () if _may_be_rounded_for_sine(value) else inner.graph.nodes):
-            yield FoundRead(Read("singular", op_name(node), source_line(node)), direct)
         pairs = [*zip(operands, placeholders, strict=True)]
         tangents = {p for o, p in pairs if isinstance(o, Node) and o in self.of_tangents}
         inside = BackwardReads(None, inner, [(p, p) for p in placeholders if p not in tangents])
@@ -285,24 +301,51 @@ class BackwardReads:
         return node
 
 
-def _is_sine(node: Node) -> bool:
-    return node.target in (_aten.sin.default, _aten.cos.default)
+def smooth_row(node: Node) -> Mapping[int, Bound]:
+    """The positions at which the operator of `node` reads numbers that may be rounded, each with its bound."""
+    name = str(node.target)
+    if name in tables.ONE_SIDED:
+        low, high = argument_called("min", node), argument_called("max", node)
+        name = tables.ONE_SIDED[name][low is None] if (low is None) != (high is None) else name
+    return tables.SMOOTH.get(name, {})
 
 
-def _may_be_rounded_for_sine(node: Node) -> bool:
-    """Whether `node` is a saved tensor, or made of saved tensors by operators that let no error grow.
+def shape_only_at(node: Node) -> int | None:
+    """The position of a tensor of which `node` reads sizes, strides, dtype and device only; None if there is none."""
+    name = str(node.target)
+    if name in tables.GRID_SAMPLERS_BACKWARD:  # without the grid's gradient, which differences of the numbers make
+        return None if argument_called("output_mask", node)[1] else 1
+    return tables.SHAPE_ONLY.get(name)
 
-    Eager mode rounds the argument of a sine itself. An argument that is computed again from a rounded `h` may have a
-    larger error, twice as large for `h * h`, and a sine does not bound it.
-    """
 
-    def keeps(n: Node) -> bool:
-        of_number = (
-            str(n.target) in tables.OF_NUMBERS and len(n.all_input_nodes) == 1 and not isinstance(n.args[1], Node)
-        )
-        return n.op != "call_function" or of_number or str(n.target) in tables.BEFORE_SINES
+def _is_gate_of_itself(node: Node) -> bool:
+    """Whether `node` is a sigmoid of multiples of the numbers that it is multiplied with: SiLU or GELU by hand."""
 
-    return all(map(keeps, nearest_first([node], lambda n: n.all_input_nodes)))
+    def base(n: Any) -> Any:
+        while isinstance(n, Node) and n.op == "call_function":
+            name, others = str(n.target), n.args[1:]
+            by_number = name in tables.OF_NUMBERS and not any(isinstance(a, Node) for a in others)
+            if not by_number and name not in tables.MOVES | tables.CONVERSIONS:
+                break
+            n = n.args[0]
+        return n
+
+    if node.target is not _aten.sigmoid.default:
+        return False
+    copies = tables.MOVES | tables.CONVERSIONS
+    users = list(nearest_first([node], lambda n: [u for u in n.users if n is node or str(n.target) in copies]))[1:]
+    factors = [
+        a for u in users if u.target is _aten.mul.Tensor for a in u.args if base(a) is base(node.args[0]) is not None
+    ]
+    return bool(factors)
+
+
+def _is_slope_of_erf(node: Node, value: Node) -> bool:
+    """Whether `node` is the exponential in the derivative of `erf`: 2 / sqrt(pi) * exp(-x**2)."""
+    slope = 2 / math.sqrt(math.pi)
+    numbers = [a for u in node.users if str(u.target) in tables.OF_NUMBERS for a in u.args if isinstance(a, float)]
+    of_erf = any(math.isclose(a, slope, rel_tol=1e-6) for a in numbers)
+    return node.target is _aten.exp.default and of_erf and _is_minus_square(value)
 
 
 def _is_minus_square(node: Node) -> bool:
@@ -393,8 +436,8 @@ def exact_tests(user: Node, node: Node, dtype: torch.dtype | None = None) -> tup
     dtype = dtype or node.meta["val"].dtype
     if user.op != "call_function" or dtype not in tables.FLOATS:
         return None
-    if name in tables.SHAPE_ONLY:
-        return () if only_at(user, node, tables.SHAPE_ONLY[name]) else None
+    if (shaped := shape_only_at(user)) is not None:
+        return () if only_at(user, node, shaped) else None
     if name not in tables.ONLY_TESTS or user.kwargs or not only_at(user, node, tables.ONLY_TESTS[name][0]):
         return None
     position, tests_for = tables.ONLY_TESTS[name]

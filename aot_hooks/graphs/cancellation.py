@@ -18,7 +18,6 @@ from torch.fx import Node
 from . import read_tables as tables
 
 _aten = torch.ops.aten
-_MOST_POWER = 4  # x ** n has n times the relative error of x
 
 
 def may_cancel(user: Node) -> bool:
@@ -28,7 +27,7 @@ def may_cancel(user: Node) -> bool:
     """
     name, whole = str(user.target), str(user.meta.get("original_aten") or user.target)
     sums = tables.SUMS | tables.TOTALS
-    if name not in sums or (whole not in sums and whole in tables.SMOOTH.keys() | tables.NORMS):
+    if name not in sums or (whole not in sums and whole in tables.WHOLES):
         return False
     if name in tables.TOTALS or user.kwargs or len(user.args) != 2:
         return True
@@ -41,7 +40,7 @@ def too_high_power(user: Node) -> bool:
     """Whether `user` is a power of a power, or a high one: x ** n has n times the relative error of x."""
     if user.target is _aten.pow.Tensor_Scalar:
         exponent: Any = user.args[1]
-        high = not isinstance(exponent, int | float) or abs(exponent) > _MOST_POWER
+        high = not isinstance(exponent, int | float) or abs(exponent) > tables.MOST_POWER
         return high or (_is_power(user.args[0]) and exponent != 1)
     return user.target is _aten.mul.Tensor and user.args[0] is user.args[1] and _is_power(user.args[0])
 

@@ -120,59 +120,118 @@ CHEAP = (MOVES | CONVERSIONS) | _ops(
     "full_like zeros_like gather index.Tensor searchsorted.Tensor bucketize.Tensor",
 )
 
-# --- smooth reads: operator -> the positions of the arguments that may be rounded -------------------------------------
+# They read the second tensor by its shape only, if they are not asked for the gradient of the grid.
+GRID_SAMPLERS_BACKWARD = _ops("grid_sampler_2d_backward grid_sampler_3d_backward")
 
-SMOOTH: dict[str, tuple[int, ...]] = {
+# --- smooth reads: operator -> the positions of the arguments that may be rounded, each with its bound ----------------
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How large an error of a result is, by a relative error r of the numbers that an operator reads.
+
+    The error of the results is at most `factor * r` times what `against` says. Both are root mean squares over a
+    population: numbers of one sign within a factor of two, wherever in the range of a format they are. So a bound holds
+    for a tensor whose numbers are all large, or all far below zero. Example: 2x has the factor 1, x squared 2; sin(x)
+    has none, because 6% of an angle of 1000 is ten turns.
+
+    Attributes:
+        against: "results": the results. "terms": the same operator on absolute numbers; its result is a sum of
+            products, and terms may cancel. "unit": the results, but `UNIT` where these are smaller.
+    """
+
+    factor: float
+    against: str
+
+    def __str__(self) -> str:
+        return f"{self.factor:g} x {self.against}"
+
+
+# The size of an activation's larger results, and of its derivative's: both are about 1. Far below zero, silu(x) is
+# x * exp(x), which no factor bounds; there it is small beside the unit, and layers have numbers on both sides of zero.
+UNIT = 1.0
+LINEAR = Bound(1.0, "terms")  # in one argument, the others fixed
+SQUARE = Bound(2.0, "terms")  # a product of two factors that are made of the argument
+STEPS = Bound(1.0, "results")  # each number of the result is one of the argument's, a constant, or nearer to zero
+ACTIVATION = Bound(2.0, "unit")
+
+
+# Of these the gradient may be rounded, not the numbers: gates, as above, and a difference, whose terms may cancel.
+GRADIENTS_ONLY = _ops("sigmoid_backward softplus_backward log_sigmoid_backward glu_backward mse_loss_backward")
+
+
+def _rows(bound: Bound, names: str, *positions: int) -> dict[str, dict[int, Bound]]:
+    return {name: dict.fromkeys(positions, bound) for name in sorted(_ops(names))}
+
+
+SMOOTH: dict[str, dict[int, Bound]] = {
     # Linear in each argument. Derivatives of products and sums: torch's tools/autograd/derivatives.yaml.
-    **_at("mul.Tensor add.Tensor sub.Tensor rsub.Tensor lerp.Scalar outer", 0, 1),
-    **_at("mul.Scalar add.Scalar sub.Scalar rsub.Scalar div.Scalar masked_fill.Scalar neg", 0),
-    **_at("div.Tensor", 0),  # not the divisor
-    **_at("masked_fill.Tensor", 0, 2),
-    **_at("where.self", 1, 2),
-    **_at("addcdiv mm bmm mv dot vdot convolution _grouped_mm", 0, 1),
-    **_at("addcmul addmm baddbmm addbmm addmv addr convolution_backward lerp.Tensor prims.fma.default", 0, 1, 2),
-    **_at("sum sum.dim_IntList mean mean.dim cumsum", 0),
-    # Steps no longer than the argument's: |f(x) - f(y)| <= |x - y|. As values; comparisons ask where they jump.
-    # Not `clamp`: a range much smaller than the numbers makes the same error a large one.
-    **_at("abs relu clamp_min clamp_max hardtanh leaky_relu amax amin sin cos tanh sigmoid erf erfc atan", 0),
-    **_at("max.dim min.dim max min sort sort.stable topk kthvalue", 0),
-    **_at("maximum minimum clamp_min.Tensor clamp_max.Tensor", 0, 1),
-    # Activations whose derivative has no jump (Elfwing et al. 2018; Hendrycks and Gimpel 2016; Misra 2019), and theirs.
-    **_at("gelu silu softplus mish log_sigmoid_forward glu hardswish hardsigmoid", 0),
-    **_at("gelu_backward silu_backward mish_backward softplus_backward log_sigmoid_backward glu_backward", 0, 1),
-    **_at("tanh_backward sigmoid_backward", 0, 1),
-    **_at("_softmax_backward_data", 0, 1),  # y * (g - sum(g * y)) of the probabilities y
-    # Norms: the numbers that are normalized; not their statistics. Ba et al. 2016; Zhang and Sennrich 2019.
-    **_at("native_layer_norm_backward native_group_norm_backward _fused_rms_norm_backward", 0, 1),
-    **_at("native_batch_norm_backward batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward", 0, 1),
-    **_at(
-        "native_layer_norm native_group_norm _fused_rms_norm linalg_vector_norm var.correction var_mean.correction", 0
+    **_rows(LINEAR, "mul.Tensor add.Tensor sub.Tensor rsub.Tensor lerp.Scalar outer", 0, 1),
+    **_rows(LINEAR, "mul.Scalar add.Scalar sub.Scalar rsub.Scalar div.Scalar masked_fill.Scalar neg", 0),
+    **_rows(LINEAR, "div.Tensor", 0),  # not the divisor
+    **_rows(LINEAR, "masked_fill.Tensor", 0, 2),
+    **_rows(LINEAR, "where.self", 1, 2),
+    **_rows(LINEAR, "addcdiv mm bmm mv dot vdot convolution _grouped_mm", 0, 1),
+    **_rows(LINEAR, "transformers.grouped_mm_fallback_backward.default", 0, 1, 3),
+    **_rows(
+        LINEAR, "addcmul addmm baddbmm addbmm addmv addr convolution_backward lerp.Tensor prims.fma.default", 0, 1, 2
     ),
+    **_rows(LINEAR, "sum sum.dim_IntList mean mean.dim cumsum", 0),
+    # No steeper than the argument, in proportion. As values; comparisons ask where they jump. Not `clamp` on both
+    # sides: a range much smaller than the numbers makes the same error a large one.
+    **_rows(STEPS, "abs relu clamp_min clamp_max hardtanh leaky_relu amax amin tanh erf atan", 0),
+    **_rows(STEPS, "max.dim min.dim max min sort sort.stable topk kthvalue linalg_vector_norm", 0),
+    **_rows(STEPS, "maximum minimum clamp_min.Tensor clamp_max.Tensor", 0, 1),
+    # Activations whose derivative has no jump (Elfwing et al. 2018; Hendrycks and Gimpel 2016; Misra 2019), and theirs.
+    # Not sigmoid, softplus and what is made of them for another tensor (glu, log_sigmoid): these are step sizes, decay
+    # rates and gates, whose numbers may all be far from zero. There they are exponentials.
+    **_rows(ACTIVATION, "gelu silu mish hardswish", 0),
+    **{
+        name: {0: LINEAR, 1: ACTIVATION}  # of the gradient, and of the numbers
+        for name in sorted(_ops("gelu_backward silu_backward mish_backward tanh_backward"))
+    },
+    **{name: {0: LINEAR} for name in sorted(GRADIENTS_ONLY)},
+    **_rows(SQUARE, "_softmax_backward_data", 0, 1),  # y * (g - sum(g * y)) of the probabilities y
+    # Norms: the numbers that are normalized; not their statistics. Ba et al. 2016; Zhang and Sennrich 2019. The terms
+    # are the number and the mean: where the mean is much larger than the deviation, so is the error.
+    **{
+        name: {0: LINEAR, 1: SQUARE}  # of the gradient, and of the numbers
+        for name in sorted(
+            _ops(
+                "native_layer_norm_backward native_group_norm_backward _fused_rms_norm_backward batch_norm_backward",
+                "native_batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward",
+            )
+        )
+    },
+    **_rows(SQUARE, "native_layer_norm native_group_norm _fused_rms_norm var.correction var_mean.correction", 0),
     # Attention: values and the result. Not queries and keys: the backward computes exp(queries @ keys - logsumexp) with
     # the logarithm that the forward saved. An error of a score multiplies a probability, and scores grow in training.
     # Dao, FlashAttention-2 (2023), algorithm 2.
-    **_at("_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention", 2),
-    **_at("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention", 2),
-    **_at("_scaled_dot_product_fused_attention_overrideable", 2),
-    **_at("_scaled_dot_product_flash_attention_backward _scaled_dot_product_cudnn_attention_backward", 0, 3, 4),
-    **_at("_scaled_dot_product_flash_attention_for_cpu_backward _flash_attention_backward", 0, 3, 4),
-    **_at("_scaled_dot_product_efficient_attention_backward _efficient_attention_backward", 0, 3, 5),
-    **_at("_scaled_dot_product_fused_attention_overrideable_backward", 0, 3, 6),
-    "flex_attention": (2,),
-    "flex_attention_backward": (2, 3),
-    **_at("mse_loss_backward", 0, 1, 2),  # a difference
-    **_at("_thnn_fused_lstm_cell_backward_impl", 0, 1, 2, 3, 4),  # recurrent cells: sigmoid, tanh and products
+    **_rows(LINEAR, "_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention", 2),
+    **_rows(LINEAR, "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention", 2),
+    **_rows(LINEAR, "_scaled_dot_product_fused_attention_overrideable", 2),
+    **_rows(
+        LINEAR, "_scaled_dot_product_flash_attention_backward _scaled_dot_product_cudnn_attention_backward", 0, 3, 4
+    ),
+    **_rows(LINEAR, "_scaled_dot_product_flash_attention_for_cpu_backward _flash_attention_backward", 0, 3, 4),
+    **_rows(LINEAR, "_scaled_dot_product_efficient_attention_backward _efficient_attention_backward", 0, 3, 5),
+    **_rows(LINEAR, "_scaled_dot_product_fused_attention_overrideable_backward", 0, 3, 6),
+    "flex_attention": {2: LINEAR},
+    "flex_attention_backward": {2: LINEAR, 3: LINEAR},
+    # Recurrent cells: gradients, the cell before, and after. Not the gates, which are sigmoids.
+    "aten._thnn_fused_lstm_cell_backward_impl.default": {0: LINEAR, 1: LINEAR, 2: LINEAR, 3: ACTIVATION},
     # Collectives: sums and moves.
-    **_at("_c10d_functional.all_reduce.default _c10d_functional.all_gather_into_tensor.default", 0),
-    **_at("_c10d_functional.reduce_scatter_tensor.default _c10d_functional.all_to_all_single.default", 0),
-    **_at("_c10d_functional.wait_tensor.default", 0),
+    **_rows(LINEAR, "_c10d_functional.all_reduce.default _c10d_functional.all_gather_into_tensor.default", 0),
+    **_rows(LINEAR, "_c10d_functional.reduce_scatter_tensor.default _c10d_functional.all_to_all_single.default", 0),
+    **_rows(LINEAR, "_c10d_functional.wait_tensor.default", 0),
     # Moves of more than one tensor, or by indices.
-    **_at("cat stack split.Tensor split_with_sizes unbind.int embedding repeat flip roll constant_pad_nd tril", 0),
-    **_at("triu diagonal as_strided unfold im2col col2im pixel_shuffle pixel_unshuffle avg_pool2d", 0),
-    **_at("upsample_nearest2d upsample_bilinear2d", 0),
-    **_at("copy fill.Tensor select_scatter slice_scatter", 0, 1),
-    **dict.fromkeys(CONVERSIONS | MOVES_BY_INDEX, (0,)),
+    **_rows(LINEAR, "cat stack split.Tensor split_with_sizes unbind.int embedding repeat flip roll constant_pad_nd", 0),
+    **_rows(LINEAR, "tril triu diagonal as_strided unfold im2col col2im pixel_shuffle pixel_unshuffle avg_pool2d", 0),
+    **_rows(LINEAR, "upsample_nearest2d upsample_bilinear2d", 0),
+    **_rows(LINEAR, "copy fill.Tensor select_scatter slice_scatter", 0, 1),
+    **{name: {0: LINEAR} for name in sorted(CONVERSIONS | MOVES_BY_INDEX)},
 }
+MOST_POWER = 4  # x ** n has n times the relative error of x; no other bound is above it
 
 # The positions of arguments that are added to the others, or put beside them; not of factors.
 ADDENDS: dict[str, tuple[int, ...]] = {
@@ -199,20 +258,19 @@ NORMS = _ops(
     "_batch_norm_with_update _batch_norm_with_update_functional cudnn_batch_norm miopen_batch_norm",
 )
 
+# Operators of which a piece may be a sum that cancels, as in eager mode: there they read the same rounded numbers.
+WHOLES = (SMOOTH.keys() | NORMS) - GRADIENTS_ONLY
+
 # Operators whose decompositions in Inductor have pieces that jump or explode, though the whole does not: silu is
 # x / (1 + exp(-x)).
-SMOOTH_INSIDE = _ops(
-    "gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward softplus softplus_backward",
-    "mish mish_backward log_sigmoid_forward log_sigmoid_backward glu glu_backward",
-)
+SMOOTH_INSIDE = _ops("gelu gelu_backward silu silu_backward tanh tanh_backward mish mish_backward")
 
-# What may stand between a saved tensor and a sine: the error of its result is about what rounding the result would
-# make, as eager mode does. A product with a tensor is none of these, with a number it is.
-BEFORE_SINES = (MOVES | CONVERSIONS) | _ops(
-    "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar mul.Scalar div.Scalar neg",
-    "abs relu leaky_relu sin cos tanh sigmoid erf atan gelu silu",
-)
-OF_NUMBERS = _ops("mul.Tensor div.Tensor")  # these too, if the other argument is a number
+OF_NUMBERS = _ops("mul.Tensor div.Tensor mul.Scalar div.Scalar")  # multiples, if the other argument is a number
+# with one bound, the operator is another one: that of a lower bound, that of an upper bound
+ONE_SIDED = {
+    "aten.clamp.default": ("aten.clamp_min.default", "aten.clamp_max.default"),
+    "aten.clamp.Tensor": ("aten.clamp_min.Tensor", "aten.clamp_max.Tensor"),
+}
 
 # Attention as one operator. Names have no overload.
 ATTENTION = _names(
@@ -227,7 +285,10 @@ ATTENTION_BACKWARD = frozenset(f"{name.removesuffix('_forward')}_backward" for n
 SINGULAR = (ATTENTION | ATTENTION_BACKWARD) | _names(
     "log log2 log10 log1p exp exp2 expm1 rsqrt reciprocal sqrt pow div tan acos asin acosh atanh cosh sinh logit",
     "_softmax _log_softmax _log_softmax_backward_data logsumexp logaddexp logaddexp2 logcumsumexp prod cumprod xlogy",
-    "digamma polygamma lgamma erfinv",
+    "digamma polygamma lgamma erfinv erfc sin cos sinc polar",
+    "sigmoid sigmoid_backward softplus softplus_backward log_sigmoid_forward log_sigmoid_backward glu glu_backward",
+    "hardsigmoid mse_loss_backward grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward",
+    "_thnn_fused_lstm_cell_backward_impl",
 )
 DECIDES = _names(
     "round floor ceil trunc frac sign sgn remainder fmod heaviside median nanmedian mode cummax cummin",

@@ -234,15 +234,15 @@ SCORES = {
     "log-sum-exp up to each": (lambda h, t: h.logcumsumexp(-1).square().sum(), True),
     "gelu by hand": (lambda h, t: (h * 0.5 * (1 + torch.erf(h / 2**0.5))).square().sum(), False),
     "gated by hand": (lambda h, t: (h * torch.sigmoid(1.7 * h)).square().sum(), False),
-    "a Gaussian": (lambda h, t: (-h.pow(2) / 2).exp().square().sum(), False),
+    "a Gaussian": (lambda h, t: (-h.pow(2) / 2).exp().square().sum(), True),
     "distances to each other": (lambda h, t: (-(h[:8, None] - h[:8]).pow(2).sum(-1)).exp().square().sum(), True),
     "two classes": (lambda h, t: F.binary_cross_entropy_with_logits(h, (h > 0).float()), True),
     "normalized": (lambda h, t: F.rms_norm(h, (128,)).square().sum(), False),
     "gelu": (lambda h, t: F.gelu(h).square().sum(), False),
-    "softplus": (lambda h, t: F.softplus(h).square().sum(), False),
+    "softplus": (lambda h, t: F.softplus(h).square().sum(), True),
     "elu": (lambda h, t: F.elu(h).square().sum(), True),
-    "sigmoid": (lambda h, t: (h.sigmoid() * h).square().sum(), False),
-    "exponential of minus a square": (lambda h, t: (-(h * h)).exp().square().sum(), False),
+    "a gate": (lambda h, t: (h.sigmoid() * h.flip(0)).square().sum(), True),
+    "exponential of minus a square": (lambda h, t: (-(h * h)).exp().square().sum(), True),
     "exponential of a product with itself": (lambda h, t: (-h * h).exp().square().sum(), True),
     "exponential of a square": (lambda h, t: (h * h / 9).exp().square().sum(), True),
 }
@@ -264,10 +264,43 @@ def test_what_is_exponentiated_again_is_known_and_left_alone(name: str) -> None:
     assert all(reads == expected for reads in stays)
 
 
+def sampled(t: torch.Tensor, h: torch.Tensor, of_grid: bool) -> list[torch.Tensor]:
+    """Gradients of samples of the pixels `h`."""
+    g = t.view(1, 1, 4, 6)
+    grid = g.new_zeros(1, 4, 6, 2)
+    return [r for r in aten.grid_sampler_2d_backward(g, h.view(1, 1, 4, 6), grid, 0, 0, False, [True, of_grid])][
+        : 1 + of_grid
+    ]
+
+
 # backward(h, t) -> the reads of h that are not smooth: (kind, operator, answered)
 KINDS = {
     "a product": (lambda h, t: (h * t,), []),
-    "a smooth chain": (lambda h, t: ((h.tanh().sigmoid() * 3).cos() * t,), []),
+    "a smooth chain": (lambda h, t: ((h.tanh().erf() * 3).atan() * t,), []),
+    "an angle": (lambda h, t: ((h * 3).cos() * t,), [("singular", "cos.default", False)]),
+    "a gate": (lambda h, t: (h.sigmoid() * t,), [("singular", "sigmoid.default", False)]),
+    "a gate of itself": (lambda h, t: (h * (h * 1.702).sigmoid() * t,), []),
+    "an open gate's slope": (
+        lambda h, t: (aten.sigmoid_backward(t, h),),
+        [("singular", "sigmoid_backward.default", False)],
+    ),
+    "step sizes": (
+        lambda h, t: (aten.softplus_backward(t, h, 1, 20),),
+        [("singular", "softplus_backward.default", False)],
+    ),
+    "a difference from a target": (
+        lambda h, t: (aten.mse_loss_backward(t, h, t.new_ones(4, 6), 0),),
+        [("singular", "mse_loss_backward.default", False)],
+    ),
+    "a slope of erf": (lambda h, t: ((-h.pow(2)).exp() * (2 / math.sqrt(math.pi)) * t,), []),
+    "a lower bound alone": (lambda h, t: (h.clamp(min=0.5) * t,), []),
+    "an upper bound alone": (lambda h, t: (h.clamp(max=0.5) * t,), []),
+    "both bounds": (lambda h, t: (h.clamp(-0.5, 0.5) * t,), [("unknown", "clamp.default", False)]),
+    "pixels, without the grid's gradient": (lambda h, t: (sampled(t, h, False)[0],), []),
+    "pixels, with the grid's gradient": (
+        lambda h, t: tuple(sampled(t, h, True)),
+        [("singular", "grid_sampler_2d_backward.default", False)],
+    ),
     "a sine of its square": (lambda h, t: ((h * h).cos() * t,), [("singular", "cos.default", False)]),
     "a sine of a matrix product": (lambda h, t: ((h @ h.t()).cos() @ t,), [("singular", "cos.default", False)]),
     "a matrix product": (lambda h, t: (torch.mm(h.t(), t),), []),
@@ -327,7 +360,7 @@ KINDS = {
         [("decision", "threshold_backward.default", True)],
     ),
     "ReLU's backward behind a chain": (
-        lambda h, t: (aten.threshold_backward(t, h.sin(), 0),),
+        lambda h, t: (aten.threshold_backward(t, h.tanh(), 0),),
         [("decision", "threshold_backward.default", True)],
     ),
     "more answers than numbers": (
