@@ -31,6 +31,7 @@ from .dedup_copies import dedup_copies
 from .edits import log, show
 from .inline import inline, lift_constants
 from .plan import UNCOPIED, Choice, Decision, Plan, decide
+from .split import split_decisions
 from .units import Packing, Trace, Unit, bytes_of, choose_positions, trace_units, tracer
 from .view_regions import label_views
 
@@ -65,6 +66,7 @@ def rewrite(
     show("backward before", bw)
     if regions:
         label_views(bw.graph)
+    split_decisions(bw)
     cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
     choices = decide(cross, ambient, regions, for_inductor=for_inductor)
     cross, choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)

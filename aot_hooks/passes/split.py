@@ -1,0 +1,44 @@
+"""Operators of a backward that decide and multiply at once, written as the two: each part has its own way then.
+
+      before    gx, gw = _prelu_kernel_backward(g, x, w)            reads x by its sign and by its numbers
+      after     m = x > 0                                           a decision: one bit a number, from the unrounded x
+                gx = where(m, g, w * g)   gw = masked_fill(x * g, m, 0)  products: x may be rounded
+
+The results have the same bits. Under Inductor torch itself does this.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule
+
+from .edits import call
+
+_aten = torch.ops.aten
+
+
+def split_decisions(bw: GraphModule) -> None:
+    """Write such operators of `bw` as their parts, in place."""
+    graph = bw.graph
+    nodes = graph.find_nodes(op="call_function", target=_aten._prelu_kernel_backward.default)
+    for node in nodes:
+        g, x, w = node.args
+        known = set(graph.nodes)
+        with graph.inserting_before(node):
+            positive = call(graph, _aten.gt.Scalar, x, 0)
+            parts = (
+                call(graph, _aten.where.self, positive, g, call(graph, _aten.mul.Tensor, w, g)),
+                call(graph, _aten.masked_fill.Scalar, call(graph, _aten.mul.Tensor, x, g), positive, 0),
+            )
+        for part in set(graph.nodes) - known:
+            part.meta = {key: value for key, value in node.meta.items() if key != "val"} | {"val": part.meta["val"]}
+        for user in list(node.users):
+            if user.target is operator.getitem:
+                user.replace_all_uses_with(parts[int(str(user.args[1]))])
+                graph.erase_node(user)
+        if not node.users:
+            graph.erase_node(node)
+    if nodes:
+        graph.eliminate_dead_code()
