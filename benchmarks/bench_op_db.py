@@ -7,6 +7,7 @@ are listed with the reason. Each worker is a process of its own: an operator tha
 Takes about 40 minutes of one core.
 
       python benchmarks/bench_op_db.py --ops 'amax|softmax' --print     each verdict in words
+      python benchmarks/bench_op_db.py --magnitudes 1e-3 1e4            inputs of these sizes in place of about 1
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,7 +54,7 @@ def cases(pattern: str, dtypes: list[str], forms: list[str], shard: int = 0, sha
     return [(name, dtype, form) for name in names for dtype in dtypes for form in forms]
 
 
-def check(case: Case, samples: int) -> list[dict[str, Any]]:
+def check(case: Case, samples: int, magnitudes: Sequence[float] = (1.0,)) -> list[dict[str, Any]]:
     """The results of one case, as JSON has them."""
 
     def stop(*_: object) -> None:
@@ -63,7 +65,7 @@ def check(case: Case, samples: int) -> list[dict[str, Any]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            results = op_programs.check(*case, samples)
+            results = op_programs.check(*case, samples, magnitudes)
     except TimedOut:
         results = [op_programs.Result(*case, reason=f"took more than {TIMEOUT} s")]
     finally:
@@ -83,17 +85,19 @@ def finite(x: float) -> float | str:
     return float(f"{x:.4g}") if math.isfinite(x) else str(x)
 
 
-def work(todo: list[Case], samples: int, out: pathlib.Path) -> None:
+def work(todo: list[Case], samples: int, out: pathlib.Path, magnitudes: Sequence[float]) -> None:
     """A worker: writes a line before each case and one for each result."""
     torch.set_num_threads(1)
     with out.open("a") as file:
         for case in todo:
             print(json.dumps({"begins": case}), file=file, flush=True)
-            for result in check(case, samples):
+            for result in check(case, samples, magnitudes):
                 print(json.dumps(result), file=file, flush=True)
 
 
-def run_worker(todo: list[Case], samples: int, folder: str, number: int) -> list[dict[str, Any]]:
+def run_worker(
+    todo: list[Case], samples: int, folder: str, number: int, magnitudes: Sequence[float] = (1.0,)
+) -> list[dict[str, Any]]:
     """Runs `todo` in a process; starts another one behind a case that kills it."""
     path = pathlib.Path(folder) / f"{number}.jsonl"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -101,6 +105,7 @@ def run_worker(todo: list[Case], samples: int, folder: str, number: int) -> list
         given = pathlib.Path(folder) / f"{number}.json"
         given.write_text(json.dumps(todo))
         command = [sys.executable, __file__, "--samples", str(samples), "--worker", str(given), str(path)]
+        command += ["--magnitudes", *map(str, magnitudes)]
         ended = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         begun = [tuple(line["begins"]) for line in lines if "begins" in line]
@@ -116,14 +121,14 @@ def run_worker(todo: list[Case], samples: int, folder: str, number: int) -> list
     return [line for line in lines if "begins" not in line]
 
 
-def run(todo: list[Case], samples: int, workers: int) -> list[dict[str, Any]]:
+def run(todo: list[Case], samples: int, workers: int, magnitudes: Sequence[float] = (1.0,)) -> list[dict[str, Any]]:
     """The results of all cases, in their order. Workers take every n-th case, so that each gets slow ones."""
     names = sorted({case[0] for case in todo}, key=[case[0] for case in todo].index)
     shares = [[case for case in todo if names.index(case[0]) % workers == i] for i in range(workers)]
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         threads = [
-            threading.Thread(target=lambda i=i: results.extend(run_worker(shares[i], samples, folder, i)))
+            threading.Thread(target=lambda i=i: results.extend(run_worker(shares[i], samples, folder, i, magnitudes)))
             for i in range(workers)
         ]
         for thread in threads:
@@ -208,6 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", choices=op_programs.DTYPES, default=list(op_programs.DTYPES))
     parser.add_argument("--forms", nargs="+", choices=op_programs.FORMS, default=list(op_programs.FORMS))
     parser.add_argument("--samples", type=int, default=1, help="sample inputs of each operator")
+    parser.add_argument("--magnitudes", type=float, nargs="+", default=[1.0], help="what samples are multiplied with")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th operator, from the i-th on")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=pathlib.Path)
@@ -219,12 +225,13 @@ def main(arguments: list[str] | None = None) -> int:
             [tuple(case) for case in json.loads(pathlib.Path(options.worker[0]).read_text())],
             options.samples,
             pathlib.Path(options.worker[1]),
+            options.magnitudes,
         )
         return 0
     shard, shards = map(int, options.shard.split("/"))
     todo = cases(options.ops, options.dtypes, options.forms, shard, shards)
     began = time.monotonic()
-    results = run(todo, options.samples, options.workers)
+    results = run(todo, options.samples, options.workers, options.magnitudes)
     header = conditions(torch.device("cpu"), samples=options.samples, seconds=round(time.monotonic() - began))
     counts = summary(results)
     for result in results:

@@ -268,9 +268,8 @@ def sampled(t: torch.Tensor, h: torch.Tensor, of_grid: bool) -> list[torch.Tenso
     """Gradients of samples of the pixels `h`."""
     g = t.view(1, 1, 4, 6)
     grid = g.new_zeros(1, 4, 6, 2)
-    return [r for r in aten.grid_sampler_2d_backward(g, h.view(1, 1, 4, 6), grid, 0, 0, False, [True, of_grid])][
-        : 1 + of_grid
-    ]
+    found = aten.grid_sampler_2d_backward(g, h.view(1, 1, 4, 6), grid, 0, 0, False, [True, of_grid])
+    return list(found)[: 1 + of_grid]
 
 
 # backward(h, t) -> the reads of h that are not smooth: (kind, operator, answered)

@@ -1,6 +1,7 @@
 """Random programs that are full of decisions, singular functions and recomputed chains, under every lossy hook.
 
       python tests/support/fuzz_decisions.py --first 0 --count 5000 --workers 16
+      python tests/support/fuzz_decisions.py --first 0 --count 500 --magnitudes 1e-3 1e4     of inputs; else about 1
       python tests/support/fuzz_decisions.py --first 17 --count 1 --shrink        a small program that fails likewise
 
 A program is a list of statements, each of which makes one more [ROWS, COLUMNS] tensor of one or two earlier ones; the
@@ -15,6 +16,7 @@ import dataclasses
 import functools
 import json
 import linecache
+import math
 import multiprocessing
 import pathlib
 import random
@@ -198,12 +200,14 @@ class Program:
     """Attributes:
     statements: each the number of the tensor that it makes anew if it is dropped, and its expression.
     results: numbers of the tensors that are summed.
+    magnitude: what the random input is multiplied with.
     """
 
     seed: int
     dtype: torch.dtype
     statements: tuple[tuple[int, str], ...]
     results: tuple[int, ...]
+    magnitude: float = 1.0
 
     @property
     def code(self) -> str:
@@ -232,7 +236,7 @@ class Program:
         g = torch.Generator().manual_seed(self.seed)
         randn = functools.partial(torch.randn, generator=g)
         floats = [
-            randn(ROWS, COLUMNS),
+            randn(ROWS, COLUMNS) * self.magnitude,
             *(randn(COLUMNS, COLUMNS) for _ in range(3)),
             1 + 0.1 * randn(COLUMNS),
             0.1 * randn(COLUMNS),
@@ -258,8 +262,12 @@ class Program:
         return sum(expression != f"v{instead}" for instead, expression in self.statements)
 
 
-def generate(seed: int, dtypes: Sequence[torch.dtype] = (torch.float32, torch.float32, torch.bfloat16)) -> Program:
-    """The program of `seed`."""
+def generate(
+    seed: int,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float32, torch.bfloat16),
+    magnitudes: tuple[float, float] = (1.0, 1.0),
+) -> Program:
+    """The program of `seed`, on inputs of a size from the smaller of `magnitudes` to the larger."""
     choose = random.Random(seed)
     dtype = choose.choice(dtypes)
     statements = []
@@ -272,7 +280,9 @@ def generate(seed: int, dtypes: Sequence[torch.dtype] = (torch.float32, torch.fl
         expression = choose.choice(templates).format(a=f"v{a}", b=f"v{b}", i=choose.randrange(3))
         statements.append((a, expression))
     results = [count, *choose.sample(range(count), min(count, choose.randint(0, 2)))]
-    return Program(seed, dtype, tuple(statements), tuple(results))
+    low, high = map(math.log, magnitudes)
+    magnitude = math.exp(random.Random(seed + 1).uniform(low, high))
+    return Program(seed, dtype, tuple(statements), tuple(results), magnitude)
 
 
 def check(program: Program, inner: str = "aten", hooks: Sequence[str] = tuple(HOOKS)) -> list[Verdict]:
@@ -297,7 +307,7 @@ def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
     return program
 
 
-def run_seed(seed: int, inner: str, shrinks: bool) -> dict[str, Any]:
+def run_seed(seed: int, inner: str, shrinks: bool, magnitudes: tuple[float, float] = (1.0, 1.0)) -> dict[str, Any]:
     """What the program of `seed` gave, for a person and as JSON."""
 
     def stop(*_: object) -> None:
@@ -307,7 +317,7 @@ def run_seed(seed: int, inner: str, shrinks: bool) -> dict[str, Any]:
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(TIMEOUT * (20 if shrinks else 1))
     dtypes = (torch.float32,) if inner == "inductor" else (torch.float32, torch.float32, torch.bfloat16)
-    program = generate(seed, dtypes)
+    program = generate(seed, dtypes, magnitudes)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -327,7 +337,7 @@ def run_seed(seed: int, inner: str, shrinks: bool) -> dict[str, Any]:
     finally:
         signal.alarm(0)
     ok = all(v.ok for v in verdicts)
-    text = "" if ok else f"{program.dtype}\n{program.code}{format_failures(verdicts)}"
+    text = "" if ok else f"{program.dtype}, {program.magnitude:.3g}\n{program.code}{format_failures(verdicts)}"
     packed = sum(v.packed_count for v in verdicts)
     return {"seed": seed, "ok": ok, "kinds": sorted({v.kind for v in verdicts}), "packed": packed, "text": text}
 
@@ -338,11 +348,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--inner", choices=["aten", "inductor"], default="aten")
+    parser.add_argument("--magnitudes", type=float, nargs=2, default=(1.0, 1.0), help="of the inputs: from, to")
     parser.add_argument("--out", type=pathlib.Path, help="write counts and the failing seeds here, as JSON")
     parser.add_argument("--shrink", action="store_true", help="print a small program in place of each that fails")
     options = parser.parse_args(arguments)
     seeds = range(options.first, options.first + options.count)
-    one = functools.partial(run_seed, inner=options.inner, shrinks=options.shrink)
+    magnitudes = tuple(options.magnitudes)
+    one = functools.partial(run_seed, inner=options.inner, shrinks=options.shrink, magnitudes=magnitudes)
     counts = {"programs": 0, "failed": 0, "with_something_packed": 0, "worse_where_eager_is_lost": 0}
     failing = []
     with multiprocessing.get_context("spawn").Pool(options.workers, maxtasksperchild=200) as pool:
@@ -356,7 +368,12 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"seed {result['seed']}: {', '.join(result['kinds'])}\n{result['text']}\n", flush=True)
         pool.close()
         pool.join()
-    found = counts | {"first": options.first, "inner": options.inner, "torch": torch.__version__}
+    found = counts | {
+        "first": options.first,
+        "inner": options.inner,
+        "magnitudes": magnitudes,
+        "torch": torch.__version__,
+    }
     print(json.dumps(found))
     if options.out:
         options.out.write_text(json.dumps(found | {"failing_seeds": sorted(failing)}, indent=1) + "\n")

@@ -18,7 +18,7 @@ import functools
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -235,11 +235,11 @@ def _leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone().requires_grad_()
 
 
-def _program(op: Any, sample: Any, form: str) -> Program:
+def _program(op: Any, sample: Any, form: str, magnitude: float) -> Program:
     leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     lifted = [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor) and a.requires_grad]
     given = [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor) and not a.requires_grad]
-    wrt = [_leaf(leaves[i]) for i in lifted]
+    wrt = [_leaf(leaves[i] * magnitude) for i in lifted]
     rest = [leaves[i].detach() for i in given]
     identities = [torch.eye(a.shape[-1] if a.dim() else 1, dtype=a.dtype) for a in wrt]
     constants = [None if isinstance(a, torch.Tensor) else a for a in leaves]
@@ -273,12 +273,14 @@ def _program(op: Any, sample: Any, form: str) -> Program:
         found = apply(list(inputs[:count]))
         return sum((a * w).sum() for a, w in zip(found, inputs[count:], strict=True))  # type: ignore[return-value]
 
-    shapes = ", ".join(str(list(a.shape)) for a in wrt)
+    shapes = ", ".join(str(list(a.shape)) for a in wrt) + (f" times {magnitude:g}" if magnitude != 1 else "")
     return Program(op.formatted_name, run, [*tensors, *weights], wrt, shapes)
 
 
-def programs(name: str, dtype: torch.dtype, form: str, count: int = 1) -> list[Program]:
-    """Programs of an operator with its first `count` samples.
+def programs(
+    name: str, dtype: torch.dtype, form: str, count: int = 1, magnitudes: Sequence[float] = (1.0,)
+) -> list[Program]:
+    """Programs of an operator with its first `count` samples, each times the next of `magnitudes`.
 
     Raises:
         NoProgram: there is none.
@@ -289,9 +291,9 @@ def programs(name: str, dtype: torch.dtype, form: str, count: int = 1) -> list[P
     torch.manual_seed(zlib.crc32(name.encode()))
     found: list[Program] = []
     reason = "no sample with a floating-point tensor that takes a gradient"
-    for sample in _samples(op, dtype):
+    for sample, magnitude in ((s, m) for s in _samples(op, dtype) for m in magnitudes):
         try:
-            program = _program(op, sample, form)
+            program = _program(op, sample, form, magnitude)
             grads = torch.autograd.grad(program.run(*program.inputs), program.wrt, allow_unused=True)
         except NoProgram as e:
             reason = str(e)
@@ -306,7 +308,7 @@ def programs(name: str, dtype: torch.dtype, form: str, count: int = 1) -> list[P
             reason = "no gradient is finite"
             continue
         found.append(program)
-        if len(found) == count:
+        if len(found) == count * len(magnitudes):
             break
     if not found:
         raise NoProgram(reason)
@@ -338,14 +340,14 @@ class Result:
         return all(v.ok for v in self.verdicts)
 
 
-def check(name: str, dtype_name: str, form: str, count: int = 1) -> list[Result]:
+def check(name: str, dtype_name: str, form: str, count: int = 1, magnitudes: Sequence[float] = (1.0,)) -> list[Result]:
     """Compares the programs of one operator, under every hook that stores `dtype_name` in fewer bytes."""
     dtype = DTYPES[dtype_name]
     result = functools.partial(Result, name, dtype_name, form)
     if name in EXCEPTIONS:
         return [result(reason=EXCEPTIONS[name])]
     try:
-        found = programs(name, dtype, form, count)
+        found = programs(name, dtype, form, count, magnitudes)
     except NoProgram as e:
         return [result(reason=str(e))]
     hooks = [hook for hook in HOOKS if hook != "cast" or dtype is torch.float32]
