@@ -3,9 +3,9 @@
     node, device --reason_against--> None, or why this operator can't be in a CUDA graph --blocker_of--> Blocker
 
 A replay runs no host code. So an operator can't be captured if it computes on the host, reads a number there, waits for
-the device to know a size, or runs on another device. Views and arithmetic on sizes launch nothing and can be anywhere
-(`is_free`). If an operator gives an input other memory or another shape (`rebinds`), nothing of its graph is captured:
-the input's new memory would belong to the pool.
+the device to know a size, or runs on another device. Views, arithmetic on sizes and operators on meta tensors launch
+nothing and can be anywhere (`is_free`). If an operator gives an input other memory or another shape (`rebinds`),
+nothing of its graph is captured: the input's new memory would belong to the pool.
 """
 
 from __future__ import annotations
@@ -160,13 +160,27 @@ def rebinds(node: Node) -> Node | None:
 
 def source_of(node: Node) -> Node:
     """The node that `node` is a view of, through views of views; itself if it is no view."""
-    while node.op == "call_function" and node.all_input_nodes and is_free(node):
+    while node.op == "call_function" and node.all_input_nodes and _is_view_or_size(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def is_free(node: Node) -> bool:
-    """Whether `node` launches nothing: a view, an item of a tuple, arithmetic on sizes and checks of it."""
+    """Whether `node` launches nothing: a view, an item of a tuple, arithmetic on sizes and checks of it, or an operator
+    on meta tensors alone."""
+    return _is_view_or_size(node) or _is_on_meta(node)
+
+
+def _is_on_meta(node: Node) -> bool:
+    """Whether the operator of `node` reads, makes and writes meta tensors only, which have no memory."""
+    devices = {t.device.type for t in tensors_of(node, *node.all_input_nodes)}
+    made_on: Any = node.kwargs.get("device")
+    if value_of(node) is None and made_on is not None:  # Inductor's own operators for meta outputs have no fake value
+        devices.add(torch.device(made_on).type)
+    return torch_cuda.is_operator(node.target) and devices == {"meta"}
+
+
+def _is_view_or_size(node: Node) -> bool:
     target = node.target
     if node.op != "call_function" or target is operator.getitem:
         return True

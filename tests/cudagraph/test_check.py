@@ -7,7 +7,7 @@ import torch
 from pieces import CUDA, blockers, traced
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cudagraph.graph.blockers import capture_device, is_free, reason_against, register_host_operator
+from cudagraph.graph.blockers import capture_device, is_free, reason_against, rebinds, register_host_operator
 
 pytestmark = pytest.mark.core
 
@@ -131,6 +131,23 @@ def test_views_of_any_device_are_free():
     free = [str(n.target) for n in gm.graph.nodes if n.op == "call_function" and is_free(n)]
     assert free[:2] == ["aten.t.default", "aten.split.Tensor"] and set(free[2:]) == {"<built-in function getitem>"}
     assert blockers(gm, CUDA) == ()
+
+
+def test_operators_on_meta_tensors_alone_are_free():
+    def fn(x, meta):
+        made = torch.empty(2, device="meta").fill_(1)
+        return x.sin(), (meta * 3).t_(), made, x + meta.shape[0], torch.empty_strided((2,), (1,), device="meta")
+
+    gm = traced(fn, lambda: (cuda(3), torch.empty(3, 2, device="meta")))
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
+    # Inductor puts operators without a fake value where meta tensors are returned
+    assert nodes[-1].target is torch.ops.aten.empty_strided.default and nodes[-1].meta.pop("val").is_meta
+    assert [str(n.target) for n in nodes if not is_free(n)] == ["aten.sin.default", "aten.add.Tensor"]
+    assert blockers(gm, CUDA) == () and not any(map(rebinds, nodes))
+    nodes[-1].kwargs = {"device": torch.device("cpu")}
+    assert [b.node for b in blockers(gm, CUDA)] == [nodes[-1].name]
+    gm = traced(lambda x, meta: meta.t_(), lambda: (cuda(3), torch.empty(3, 2, device="meta")))
+    assert any(map(rebinds, gm.graph.nodes))
 
 
 def test_a_declared_operator_may_touch_host_memory():

@@ -14,6 +14,7 @@ from places import backend_with
 from torch import nn
 
 import cudagraph
+from cudagraph.explain import explain_with
 
 INNER = ["aten", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -225,6 +226,25 @@ def test_graphs_that_launch_nothing_are_no_matter(noted, inner, caplog):
     assert all(torch.equal(a, b) for a, b in zip(compiled(x), (x.t(), x[0]), strict=True))
     assert noted.pieces == [] and cudagraph.stats()["skips"] == 0
     assert not [r for r in caplog.records if r.name == "cudagraph"]
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_operators_on_meta_tensors_are_captured_around(noted, inner, caplog):
+    def fn(x, meta):
+        return x * 2, meta * 3
+
+    x, meta = torch.randn(3), torch.empty(4, device="meta")
+    found = explain_with(noted, fn, (x, meta), {})
+    assert found.captured_whole and [part.op_count for part in found.parts] == [1]
+    compiled = torch.compile(fn, backend=backend_with(noted, {"inner": inner, "or_error": True}))
+    for _ in range(3):
+        doubled, tripled = compiled(x, meta)
+        assert torch.equal(doubled, x * 2) and tripled.is_meta and tripled.shape == meta.shape
+    assert len(noted.pieces) == 1 and cudagraph.stats()["skips"] == 0
+    assert not [r for r in caplog.records if r.name == "cudagraph"]
+    noted.pieces.clear()
+    compiled = torch.compile(lambda meta: meta * 3, backend=backend_with(noted, {"inner": inner, "or_error": True}))
+    assert compiled(meta).is_meta and noted.pieces == []
 
 
 @pytest.mark.slow
