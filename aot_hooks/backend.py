@@ -21,6 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cudagraph.compile.compilation import Compilation
+from cudagraph.graph.snapshots import save_what_was_read
 
 from . import cudagraphs, records, unused
 from .cache import lookup
@@ -46,7 +47,6 @@ from .passes.edits import finished
 from .passes.live_bytes import LivePoint, live_bytes
 from .passes.plan import Plan, repeats_across_regions
 from .passes.rewrite import rewrite
-from .passes.snapshots import save_what_was_read
 from .passes.units import Trace
 from .planning import many, measured
 from .planning.budget import Budget, fitted
@@ -504,7 +504,7 @@ def planning_partition(
 
 
 def partition_without_hooks(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-    """torch's min-cut partition; a saved input that the forward writes to is copied first, see passes/snapshots.py."""
+    """torch's min-cut partition, with `save_what_was_read`."""
     fw, bw = aot.min_cut_partition(joint, joint_inputs, **kwargs)
     save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
     return finished(fw, bw)

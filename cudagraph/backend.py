@@ -13,9 +13,11 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from .compile import entry
 from .compile.compilation import Compilation
 from .errors import OptionError
 from .graph import analyse
+from .graph.snapshots import partition
 from .options import Options
 from .step import whole
 from .torch_private import compilers
@@ -56,12 +58,14 @@ def compile_graph(
     compilation = Compilation(options, driver)
     if options.inner == "aten":
         to_aten = compilation.aten_compilers()
-        compiled = compilers.compile_aten(gm, inputs, partition=compilers.min_cut_partition, **to_aten)
+        compiled = compilers.compile_aten(gm, inputs, partition=partition, **to_aten)
     else:
         try:
             patches = compilers.mode_options(mode)
         except RuntimeError as e:
             raise OptionError(f"mode={mode!r}: {e}") from e
+        if compilers.custom_partitioner(patches) is None:
+            patches |= compilers.partitioned_by(partition, f"cudagraph {entry.sources()}")
         with compilation.through_cache(gm):
             compiled = compilers.compile_inductor(gm, inputs, compilation.inner_compile(), patches)
     return shortcut(compiled, compilation.inference, inputs)

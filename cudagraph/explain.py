@@ -21,6 +21,7 @@ from .compile.pieces import Boxed
 from .graph.analyse import Analysis, prepare_and_analyse
 from .graph.blockers import Blocker
 from .graph.partition import Part
+from .graph.snapshots import partition
 from .options import Options
 from .placeholder import source_line, trace_of
 from .torch_private import compilers
@@ -109,8 +110,8 @@ def explain_with(
         compilation = Compilation(options, driver, number=next(numbers))
         backwards: list[GraphModule] = []
 
-        def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-            fw, bw = compilers.min_cut_partition(joint, joint_inputs, **kwargs)
+        def partitioned(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+            fw, bw = partition(joint, joint_inputs, **kwargs)
             backwards.append(bw)  # AOTAutograd may not compile it before a backward runs
             return fw, bw
 
@@ -131,7 +132,7 @@ def explain_with(
             return boxed(graph)
 
         return compilers.compile_aten(
-            gm, inputs, forward=forward, backward=backward, inference=inference, partition=partition
+            gm, inputs, forward=forward, backward=backward, inference=inference, partition=partitioned
         )
 
     def program(*args: Any, **kwargs: Any) -> Any:

@@ -60,6 +60,13 @@ def info_of(node: Node) -> PlaceholderInfo:
     return PlaceholderInfo(node.name, trace_of(node), users, trace_of(writer))
 
 
+def after_inputs(node: Node) -> Node:
+    """`node`, or the last of the graph's inputs if it is an input: nodes are inserted after the inputs."""
+    while node.op == "placeholder" and node.next.op == "placeholder":
+        node = node.next
+    return node
+
+
 def trace_of(value: Any) -> str | None:
     """The user's stack where a node was made; None if it is unknown, or `value` is no node."""
     return value.meta.get("stack_trace") if isinstance(value, Node) else None

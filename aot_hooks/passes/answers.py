@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.placeholder import after_inputs
+
 from ..graphs.backward_reads import FoundRead, tests_of
 from ..graphs.nodes import op_name, source_line, storage_bytes
 from ..graphs.read_tables import Test
@@ -26,7 +28,7 @@ from ..graphs.value_ranges import value_range
 from ..hook import KEEP, Hook
 from ..library.bitmask import bitmask
 from ..library.lossless import compare_hook, narrow_hook
-from .edits import after_inputs, call, insert_backward_input, with_inputs
+from .edits import call, insert_backward_input, with_inputs
 from .plan import Choice
 
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.graph.snapshots import SNAPSHOT, written_inputs
 from cudagraph.placeholder import results_of
 
 from ..graphs.nodes import (
     NO_VERSION_CHECK,
-    SNAPSHOT,
     input_storages,
     is_view,
     region_output,
@@ -42,7 +42,6 @@ from ..graphs.saved import SavedTensor, crossing_pairs, row_of
 from ..hook import Hook
 from .answers import in_plans_only
 from .plan import Decision, Plan
-from .snapshots import written_inputs
 
 CAST_AGAIN = Hook("cast again", in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that the backward casts again from an input. Never run."""
@@ -136,7 +135,7 @@ def _copies(
 ) -> list[_Copy]:
     """The saved values that are made again, all that share a storage or none of them."""
     pairs = [(n, slot) for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)]
-    written = written_inputs(fw, num_fwd_outputs)
+    written = {storage_of(n) for n in written_inputs(fw, num_fwd_outputs)}
     crossing = {n for n, _ in pairs if n.op == "placeholder"}
     sources = {n for n in parameters | crossing if storage_of(n) not in written and not n.meta.get(NO_VERSION_CHECK)}
     alive = input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])

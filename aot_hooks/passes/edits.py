@@ -48,13 +48,6 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     return node
 
 
-def after_inputs(node: Node) -> Node:
-    """`node`, or the last of the graph's inputs if it is an input: nodes are inserted after the inputs."""
-    while node.op == "placeholder" and node.next.op == "placeholder":
-        node = node.next
-    return node
-
-
 def last_use(node: Node) -> Node:
     """The last node of the forward that reads the storage of `node`, through views as well; not the output."""
     key = storage_of(node)

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from cudagraph.placeholder import results_of
+from cudagraph.placeholder import after_inputs, results_of
 
 from ..graphs.layout import fake_in, in_layout, in_memory_order, laid_out, layout_of
 from ..graphs.nodes import PACKED, has_tag, storage_of
 from ..graphs.saved import Boundary, SavedValue
 from ..torch_private import values as torch_values
 from ..torch_private.inductor_fusion import FROM_HOOK, mark_alone
-from .edits import after_inputs, call, clean_name, insert_backward_input, last_use, with_inputs
+from .edits import call, clean_name, insert_backward_input, last_use, with_inputs
 from .plan import has_symbols, same_view
 from .units import Packing, Unit, bytes_of
 

@@ -14,20 +14,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from cudagraph.graph.snapshots import SNAPSHOT
+
 from ..errors import OptionError
 from ..graphs.backward_reads import FoundRead
 from ..graphs.layout import in_memory_order, is_contiguous
-from ..graphs.nodes import (
-    PACKED,
-    REGION,
-    SNAPSHOT,
-    annotation,
-    producer,
-    region_body,
-    region_output,
-    seen_from,
-    view_source,
-)
+from ..graphs.nodes import PACKED, REGION, annotation, producer, region_body, region_output, seen_from, view_source
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..library.lossless import compare_hook

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.graph.snapshots import SNAPSHOT
+
 from ..graphs.lifetimes import Kernels, alive_along, fuses, is_loop, last_readers, on_cuda, written_storages
-from ..graphs.nodes import REGION, SNAPSHOT, annotation, input_storages, is_view, output_storages, producer, storage_of
+from ..graphs.nodes import REGION, annotation, input_storages, is_view, output_storages, producer, storage_of
 from ..graphs.roofline import (
     LAUNCH_MS,
     SPARED,

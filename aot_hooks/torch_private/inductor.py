@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from cudagraph.torch_private import compilers
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
-from .inductor_fusion import choices, is_held, marks_of, order_pass, pads_no_rows, pass_class
+from .inductor_fusion import choices, is_held, marks_of, order_pass, pads_no_rows
 from .inductor_lowering import register_operators
 from .symbols import needing
 
@@ -42,6 +42,8 @@ Inductor's estimate does not know what a kernel writes over. It has moved copies
 
 need = needing(SYMBOLS)
 mode_options = functools.partial(compilers.mode_options, need=need)
+partitioned_by = functools.partial(compilers.partitioned_by, need=need)
+custom_partitioner = functools.partial(compilers.custom_partitioner, need=need)
 
 
 def config_keys() -> set[str]:
@@ -57,18 +59,6 @@ def replace_random(gm: GraphModule) -> int:
     if need("torch._inductor.config").fallback_random:
         return 0
     return int(need("torch._inductor.fx_passes.replace_random.replace_random_passes")(gm) or 0)
-
-
-def partitioned_by(fn: Callable[..., Any], key: str) -> dict[str, Any]:
-    """Inductor settings by which `fn` splits joint graphs; `key` is its whole identity for torch's caches."""
-    base = need("torch._inductor.custom_graph_pass.CustomPartitionerFn")
-    return {"custom_partitioner_fn": pass_class(base)(fn, lambda: key)}
-
-
-def custom_partitioner(patches: dict[str, Any]) -> Any:
-    """The partitioner that the user has set, in `patches` or in Inductor's configuration; None: torch's own."""
-    name = "custom_partitioner_fn"
-    return patches.get(name, need(f"torch._inductor.config.{name}"))
 
 
 def first_joint_pass(fn: Callable[[Any], None], patches: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +79,7 @@ def first_joint_pass(fn: Callable[[Any], None], patches: dict[str, Any]) -> dict
         known = [each.uuid() if isinstance(each, base) else None for each in users]
         return None if None in known else ("aot_hooks names", *map(str, known))
 
-    return {name: pass_class(base)(run, uuid)}
+    return {name: compilers.pass_class(base)(run, uuid)}
 
 
 Compile = Callable[..., Any]

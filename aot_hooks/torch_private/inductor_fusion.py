@@ -9,11 +9,12 @@ passes/inline.py marks graph nodes in their `meta`: with FROM_HOOK, and with ALO
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from cudagraph.torch_private import compilers
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
 from .symbols import needing
@@ -287,24 +288,4 @@ def order_pass(patches: dict[str, Any]) -> dict[str, Any]:
         return {name: run}  # torch caches no graph with a pass that has no uuid
     module = need("torch._inductor.custom_graph_pass")
     base = getattr(module, "CustomSchedulerPass", module.CustomGraphPass)  # 2.11 has the second only
-    return {name: pass_class(base)(run, uuid)}
-
-
-@functools.cache
-def pass_class(base: Any) -> Any:
-    """The subclass of torch's `base` for passes of Inductor: `run`, with `identity()` as all that torch's keys hold."""
-
-    class Pass(base):  # type: ignore[misc]
-        def __init__(self, run: Callable[..., Any], identity: Callable[[], Any]) -> None:
-            self.run, self.identity = run, identity
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self.run(*args, **kwargs)
-
-        def uuid(self) -> Any:
-            return self.identity()
-
-        def __reduce__(self) -> Any:
-            return str, (str(self.uuid()),)  # torch's caches pickle it into their keys
-
-    return Pass
+    return {name: compilers.pass_class(base)(run, uuid)}

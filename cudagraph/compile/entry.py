@@ -107,11 +107,12 @@ def _nodes(gm: GraphModule) -> list[torch.fx.Node]:
 def key_of(gm: GraphModule, options: Options, device_type: str) -> str:
     """This package's part of the key of Dynamo's graph `gm`."""
     operators = dict(operators_of(gm))
-    return f"captures by {_sources()}, or_error {options.or_error}, for {device_type}, operators {operators}"
+    return f"captures by {sources()}, or_error {options.or_error}, for {device_type}, operators {operators}"
 
 
 @functools.cache
-def _sources() -> str:
+def sources() -> str:
+    """A digest of this package's sources."""
     return autograd_cache.sources_digest(Path(__file__).parents[1])
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ def split(graph: Graph, colour: Callable[[Node], str], min_kernel_count: int = M
     if EAGER not in colours.values():
         captured = CAPTURE in colours.values()
         return _parts(graph, [(captured, nodes)], colours) if nodes else ()
-    before = _predecessors(nodes, _memory(nodes))
+    before = _predecessors(nodes, memory_of(nodes))
     while True:
         first = next(colours[n] for n in nodes if colours[n] != FREE)
         tries = [_runs(nodes, colours, before, captured) for captured in (first == CAPTURE, first != CAPTURE)]
@@ -94,8 +94,8 @@ def _predecessors(nodes: Sequence[Node], memory: dict[Node, set[Any]]) -> dict[N
     return before
 
 
-def _memory(nodes: Sequence[Node]) -> dict[Node, set[Any]]:
-    """Keys for the memory of each operator's value and inputs. Values that share a key may share memory.
+def memory_of(nodes: Iterable[Node]) -> dict[Node, set[Any]]:
+    """Keys for the memory of each node's value and inputs. Values that share a key may share memory.
 
     The keys are the storages of its fake tensors, and the values that it is a view of by the operators' schemas: the
     fake tensors of some views don't share a storage.

@@ -23,7 +23,8 @@ SYMBOLS: dict[str | Needed, str] = {
     "torch._functorch.config torch._functorch.config.cse torch._dynamo.backends.common.aot_autograd",
     "mode=": "torch._inductor.list_mode_options",
     "options['inner'] = 'inductor'": "torch._inductor.compile_fx.compile_fx .compile_fx_inner torch._inductor.config "
-    "torch._inductor.utils.BoxedBool torch._inductor.output_code.CompiledFxGraph",
+    "torch._inductor.utils.BoxedBool torch._inductor.output_code.CompiledFxGraph "
+    "torch._inductor.config.custom_partitioner_fn torch._inductor.custom_graph_pass.CustomPartitionerFn",
     "finding calls of compiled functions in a whole step": "torch._dynamo.eval_frame "
     "torch._dynamo.eval_frame._callback_from_stance",
     "capturing the pieces that Inductor cuts": "torch._inductor.utils.align_inputs_from_check_idxs",
@@ -217,6 +218,38 @@ def compile_inductor(
     itself would return a graph that is not captured."""
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
     return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches | {"triton.cudagraphs": False})
+
+
+def custom_partitioner(patches: dict[str, Any], need: Callable[[str], Any] = need) -> Any:
+    """The partitioner that the user has set, in `patches` or in Inductor's configuration; None: torch's own."""
+    name = "custom_partitioner_fn"
+    return patches.get(name, need(f"torch._inductor.config.{name}"))
+
+
+def partitioned_by(fn: Callable[..., Any], key: str, need: Callable[[str], Any] = need) -> dict[str, Any]:
+    """Inductor settings by which `fn` splits joint graphs; `key` is its whole identity for torch's caches."""
+    base = need("torch._inductor.custom_graph_pass.CustomPartitionerFn")
+    return {"custom_partitioner_fn": pass_class(base)(fn, lambda: key)}
+
+
+@functools.cache
+def pass_class(base: Any) -> Any:
+    """The subclass of torch's `base` for passes of Inductor: `run`, with `identity()` as all that torch's keys hold."""
+
+    class Pass(base):  # type: ignore[misc]
+        def __init__(self, run: Callable[..., Any], identity: Callable[[], Any]) -> None:
+            self.run, self.identity = run, identity
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.run(*args, **kwargs)
+
+        def uuid(self) -> Any:
+            return self.identity()
+
+        def __reduce__(self) -> Any:
+            return str, (str(self.uuid()),)  # torch's caches pickle it into their keys
+
+    return Pass
 
 
 def inductor_capture_settings(*, cut: bool) -> Any:
