@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -248,7 +249,8 @@ def _compile_graph(
     if not hooks.settings and listed is None:
         compilation = cudagraphs.compilation(capture) if capture is not None else None
         with again:
-            return _with_eager_hooks(_compile(gm, inputs, options, patches, None, lambda: None, compilation))
+            compile_it = functools.partial(_compile, gm, inputs, options, patches, None, lambda: None, compilation)
+            return _with_eager_hooks(lookup.without_hooks(gm, inputs, compile_it))
 
     paths, live = roots(), listed is not None
     at_run_time = capture is None and not inductor.copies_are_static(patches)

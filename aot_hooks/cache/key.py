@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.torch_private import symbols
 from cudagraph.torch_private.autograd_cache import sources_digest
+from cudagraph.torch_private.cache_contents import TORCH_OPERATORS
 
 from .._version import __version__
 from ..errors import PACKAGE, AotHooksError
@@ -142,18 +143,13 @@ def _program_lines(hook: Hook, opaque: list[str]) -> Iterator[Line]:
             yield f"{part} {i}", line
 
 
-# namespaces of torch's own operators, which its version covers
-_TORCH_OPERATORS = {
-    *("aten", "prims", "prim", "rngprims", "inductor", "inductor_prims", "quantized", "quantized_decomposed"),
-    *("higher_order", "ao", "mkldnn", "mkldnn_prepacked", "onednn", "mkl", "c10d", "_c10d_functional"),
-    *("_c10d_functional_autograd", "sparse", "_quantized", "debugprims", "profiler", "streams", "image", "aot_hooks"),
-}  # fmt: skip
+_COVERED = TORCH_OPERATORS | {"aot_hooks"}  # namespaces whose operators the versions in the key cover
 
 
 def foreign_operator(gm: GraphModule) -> str | None:
     """An operator in `gm` that neither torch nor this package registers; None if there is none."""
     for node in gm.graph.nodes:
-        if torch_values.is_operator(node.target) and str(node.target).split(".")[0] not in _TORCH_OPERATORS:
+        if torch_values.is_operator(node.target) and str(node.target).split(".")[0] not in _COVERED:
             return str(node.target)
     return None
 

@@ -87,6 +87,24 @@ def bypassed(why: str, compile_graph: Callable[[], Callable[..., Any]]) -> Calla
         return compile_graph()
 
 
+def without_hooks(
+    gm: GraphModule, inputs: Sequence[Any], compile_graph: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """`compile_graph()` for a graph without hooks, which is torch's own: with torch's keys and counters.
+
+    Without torch's cache if the key would not hold all that the graph computes.
+    """
+    if what := aot_cache.held_by_name(gm, inputs):
+        log.info("cache bypass: the key would have the name of %s, and not what it computes", what)
+        with aot_cache.without_autograd_cache():
+            return compile_graph()
+    with aot_cache.checked_entries() as damaged:
+        compiled = compile_graph()
+    if damaged:
+        _warn_once(f"damaged {damaged[0]}", f"a file of torch's cache was damaged, and was not taken: {damaged[0]}")
+    return compiled
+
+
 def through_cache(
     gm: GraphModule,
     inputs: Sequence[Any],
@@ -110,6 +128,8 @@ def through_cache(
     _use_writable_directory()
     if not aot_cache.autograd_cache_is_on():
         return bypassed("torch's cache is switched off", compile_graph)
+    if what := aot_cache.held_by_name(gm, inputs):
+        return bypassed(f"the key would have the name of {what}, and not what it computes", compile_graph)
     key = key_of(gm, inputs, ambient, regions, options=options, roots=roots)
     if key.opaque:
         operators = ", ".join(key.opaque)
@@ -251,6 +271,9 @@ def _report(lookup: _Lookup) -> None:
     elif refused:
         why = f"an entry of the same key was refused: {refused}"
         _warn_once(why, f"{hooks}: compiled again, because {why}")
+    elif lookup.damaged_files and not lookup.found:
+        why = "a file of torch's cache is damaged"
+        _warn_once(why, f"{hooks}: compiled again, because {why}. It was removed: {lookup.damaged_files[0]}")
     elif lookup.found:
         why = "an entry of the same key, but its generated code is gone or damaged"
         _warn_once(why, f"{hooks}: compiled again, because there was {why}")

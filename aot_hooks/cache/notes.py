@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import time
@@ -47,13 +48,18 @@ def _folder(directory: str | None = None) -> Path:
     return Path(directory or aot_cache.cache_dir()) / "aot_hooks_keys"
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def write(note: Note) -> None:
     """Add `note`, and drop the oldest beyond the newest 32. Raises `OSError` if the directory cannot be written."""
     folder, now = _folder(), time.time()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{int(now * 1e6)}-{os.getpid()}.json"
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(dataclasses.asdict(note) | {"time": now}))
+    text = json.dumps(dataclasses.asdict(note) | {"time": now})
+    part.write_text(json.dumps({"sha256": _digest(text), "note": text}))
     part.replace(path)  # another process reads it whole or not at all
     for old in sorted(folder.glob("*.json"))[:-_KEPT]:
         with contextlib.suppress(FileNotFoundError):  # another process was first
@@ -61,11 +67,14 @@ def write(note: Note) -> None:
 
 
 def read(directory: str | None = None) -> list[Note]:
-    """All notes, oldest first; what cannot be read is left out."""
+    """All notes, oldest first, without those that can't be read or are damaged."""
     notes = []
     for path in sorted(_folder(directory).glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            data = json.loads(path.read_text())
+            stored = json.loads(path.read_text())
+            if _digest(stored["note"]) != stored["sha256"]:
+                continue
+            data = json.loads(stored["note"])
             data["lines"] = tuple((str(a), str(b)) for a, b in data["lines"])
             data["torch_lines"] = tuple(data["torch_lines"])
             notes.append(Note(**data))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cudagraph.torch_private import autograd_cache
+from cudagraph.torch_private import autograd_cache, cache_contents, damaged_entries
 
 from .symbols import needing
 from .values import FakeTensor, SizeNumbers
@@ -100,6 +100,7 @@ def _source_shape(source: Any) -> tuple[str, ...]:
 extended = functools.partial(autograd_cache.extended, need=need)
 attacher = functools.partial(autograd_cache.attacher, need=need)
 without_autograd_cache = functools.partial(autograd_cache.without_autograd_cache, need=need)
+held_by_name, checked_entries = cache_contents.held_by_name, damaged_entries.checked_entries
 
 
 def autograd_cache_is_on() -> bool:

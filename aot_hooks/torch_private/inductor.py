@@ -12,6 +12,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from cudagraph.torch_private import compilers
+from cudagraph.torch_private.damaged_entries import checked_entries
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
 from .inductor_fusion import choices, is_held, marks_of, order_pass, pads_no_rows
@@ -98,8 +99,20 @@ def compile_stock(
     if capture is not None:
         return compilers.compile_inductor(gm, inputs, capture(inner), patches, need=need)
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
+    inner = _with_checked_entries(inner)
     compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches or None)
     return compiled
+
+
+def _with_checked_entries(inner: Compile) -> Compile:
+    """`inner`, which passes over damaged entries of torch's cache; a backward may be compiled when it first runs."""
+
+    @functools.wraps(inner)
+    def inner_compile(*args: Any, **kwargs: Any) -> Any:
+        with checked_entries():
+            return inner(*args, **kwargs)
+
+    return inner_compile
 
 
 def compile_with_hooks(

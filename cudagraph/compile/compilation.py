@@ -19,6 +19,8 @@ from torch.fx import GraphModule
 from ..graph.analyse import Kind, word_of
 from ..options import Options
 from ..torch_private import autograd_cache, compilers
+from ..torch_private.cache_contents import held_by_name
+from ..torch_private.damaged_entries import checked_entries
 from ..tree.driver import CaptureDriver, cuda_driver
 from . import entry, inductor
 from .pieces import Boxed, callable_of
@@ -77,7 +79,7 @@ class Compilation:
             word = word_of(bool(kwargs.get("is_backward")), bool(kwargs.get("is_inference")))
             kind = self.kind(gm, word, kwargs.get("static_input_idxs"))
             found = inductor.analysed(gm, kind, self.options, self.driver.device_type)
-            with compilers.inductor_capture_settings(cut=bool(found.verdict.blockers)):
+            with checked_entries(), compilers.inductor_capture_settings(cut=bool(found.verdict.blockers)):
                 code = inner(gm, inputs, **{**kwargs, "cudagraphs": compilers.no_cudagraphs()})
             if not compilers.is_compiled_graph(code):
                 return code
@@ -111,9 +113,10 @@ class Compilation:
     def through_cache(self, gm: GraphModule) -> Any:
         """A context in which Inductor's compilation of Dynamo's graph `gm` goes through torch's AOTAutograd cache.
 
-        Loaded code is captured like compiled code. With `why_not_stored` the cache is off inside.
+        Loaded code is captured like compiled code. With `why_not_stored` the cache is off inside, and so it is for a
+        graph whose key would not hold all that it computes.
         """
-        if self.why_not_stored:
+        if self.why_not_stored or held_by_name(gm):
             return autograd_cache.without_autograd_cache()
 
         def finish(code: Any, found: entry.AnalysedGraph) -> Any:

@@ -27,6 +27,7 @@ import torch
 
 from ..errors import UnsupportedTorchError
 from .compilers import forward_metadata, no_cudagraphs
+from .damaged_entries import checked_entries
 from .symbols import needing
 
 SYMBOLS = {
@@ -98,6 +99,7 @@ class Extension:
         self.part = part
         self.thread = 0
         self.refused_entries: set[bytes] = set()  # the bytes that torch stored
+        self.damaged_files: list[str] = []  # of torch's caches, which were passed over
 
     @contextlib.contextmanager
     def making_key(self, mod: Any, inputs: Sequence[Any], config: Any) -> Iterator[tuple[Any, Any, Any]]:
@@ -137,8 +139,9 @@ def extended(extension: Extension, need: Callable[[str], Any] = need) -> Iterato
         extension.thread = threading.get_ident()
         _extensions.append(extension)
         try:
-            with _patched(need(_CACHE)) if len(_extensions) == 1 else contextlib.nullcontext():
-                yield
+            with checked_entries() as extension.damaged_files:
+                with _patched(need(_CACHE)) if len(_extensions) == 1 else contextlib.nullcontext():
+                    yield
         finally:
             _extensions.pop()
 

@@ -119,18 +119,19 @@ def test_damaged_entries_are_compiled_again(directory: Path, kind: str) -> None:
         warnings.simplefilter("always", CacheWarning)
         assert run()["seen"] == "miss"
     said = [str(w.message) for w in seen if w.category is CacheWarning]
-    assert len(said) == (kind == "fxgraph") and all("gone or damaged" in text for text in said)
+    assert len(said) == 1 and "damaged" in said[0]
     assert run()["seen"] == "hit"  # what was made instead
 
 
 @pytest.mark.core
 def test_damaged_plans_are_refused_with_one_warning(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attached, stored = Entry.attached, []
+    attached, first = Entry.attached, []
 
     def damaged(self: Entry, name: str) -> bytes | None:
-        data = attached(self, name)
-        stored.append(data)
-        return b"?" + data[1:] if data is not None and data == stored[0] else data
+        """As if the first entry that is looked at were from torch's remote cache, whose entries have no file names."""
+        data, made_in_ns = attached(self, name), self.stored.forward_time_taken_ns
+        first.append(made_in_ns)  # the entry made instead has equal plans, and another time
+        return b"?" + data[1:] if data is not None and made_in_ns == first[0] else data
 
     monkeypatch.setattr(Entry, "attached", damaged)
     with pytest.warns(CacheWarning, match=r"compiled again.*is damaged") as seen:
