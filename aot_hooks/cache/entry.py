@@ -23,10 +23,11 @@ import torch
 from ..errors import AotHooksError, PolicyError
 from ..graphs.saved import Dim, SavedTensor
 from ..hook import KEEP, Hook, compiling_for
+from ..identity.canonical import canonical
 from ..identity.frozen import described
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Layout, Plan
-from ..passes.trace import canonical, trace_hook
+from ..passes.trace import trace_hook
 from ..settings.setting import out_of_scope
 from ..torch_private import values as torch_values
 from .key import Key, foreign_operator

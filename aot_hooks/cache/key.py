@@ -35,9 +35,10 @@ from ..errors import PACKAGE, AotHooksError
 from ..graphs.nodes import REGION, annotation
 from ..graphs.saved import module_stack, place_of
 from ..hook import Hook, compiling_for
+from ..identity.canonical import canonical
 from ..identity.frozen import described
 from ..identity.records import recording
-from ..passes.trace import canonical, trace_hook
+from ..passes.trace import trace_hook
 from ..settings.names import name_given
 from ..settings.setting import Setting, looks_at_modules
 from ..torch_private import values as torch_values

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import operator
 import re
 import sys
 import types
@@ -21,9 +22,10 @@ from typing import Any
 
 import torch
 
+from ..torch_private import values as torch_values
 from ..torch_private.values import HigherOrderOperator, is_operator
+from .canonical import canonical
 from .memo import Memo
-from .tensors import tensor_digest
 
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 PLAIN = (type(None), bool, int, float, complex, str, bytes, *_TORCH)
@@ -144,30 +146,23 @@ def number_of(code: Any) -> int:
 
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
+_ATTRIBUTES = (torch.Tensor, torch.fx.GraphModule, bool, int, float, str, torch.dtype, type(None))
 _LIBRARIES = {"torch", "_operator", "operator", "math", "builtins"}
 
 
 def _graph_text(gm: torch.fx.GraphModule) -> str | None:
-    """Generated code, the attributes that it reads, and the training mode of `gm`: equal texts compute the same.
+    """The nodes, constants and training mode of `gm`, without names: equal texts compute the same.
 
     None if the graph calls a function or module of the user's: Dynamo traces it like any other function.
     """
-    lines = [f"{type(gm).__bases__[0].__qualname__} {gm.training}", gm.code]
-    for node in gm.graph.nodes:
-        if node.op == "call_module" or (node.op == "call_function" and not _is_library(node.target)):
-            return None
-        if node.op == "get_attr":
-            value: Any = functools.reduce(getattr, str(node.target).split("."), gm)
-            if isinstance(value, torch.fx.GraphModule):
-                text = _graph_text(value)
-            elif isinstance(value, torch.Tensor):
-                text = tensor_digest(value)
-            else:
-                text = repr(value) if isinstance(value, (bool, int, float, str, torch.dtype, type(None))) else None
-            if text is None:
+    for graph in (module for module in gm.modules() if isinstance(module, torch.fx.GraphModule)):
+        for node in graph.graph.nodes:
+            if node.op == "call_module" or (node.op == "call_function" and not _is_library(node.target)):
                 return None
-            lines.append(f"{node.target} = {text}")
-    return "\n".join(lines)
+            if node.op == "get_attr" and not isinstance(operator.attrgetter(str(node.target))(graph), _ATTRIBUTES):
+                return None
+    kind = type(gm).__bases__[0].__qualname__
+    return "\n".join([f"{kind} {gm.training} {torch_values.pytree_specs(gm)}", *canonical(gm, one_trace=False)])
 
 
 def _is_library(target: Any) -> bool:

@@ -14,7 +14,6 @@ Source: retracing for each saved tensor is the idea of torch's `saved_tensors_ho
 
 from __future__ import annotations
 
-import operator
 import traceback
 import weakref
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from ..errors import AotHooksError, HookContractError, HookTraceError
 from ..graphs.layout import expanded_dimensions, restride
 from ..graphs.nodes import is_view
 from ..hook import Hook
+from ..identity.canonical import canonical
 from ..identity.records import note_trace
 from ..identity.tensors import is_plain, tensor_digest
 from ..torch_private import values as torch_values
@@ -110,33 +110,6 @@ def _check(hook: Hook, traced: TracedHook, at: str, made_unbacked: Callable[[], 
 
 def _equal(a: TracedHook, b: TracedHook) -> bool:
     return (canonical(a.pack), canonical(a.unpack)) == (canonical(b.pack), canonical(b.unpack))
-
-
-def canonical(gm: GraphModule) -> list[str]:
-    """The nodes as lines without names: equal for graphs that compute the same in the same order.
-
-    A symbolic size counts as its expression: the operators that torch reads it off by differ from trace to trace. The
-    lines of a nested graph are indented below the node that reads it.
-    """
-    position: dict[Node, str] = {}
-    lines: list[str] = []
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        position[node] = torch_values.expression(value) if isinstance(value, _SYMBOLIC) else f"%{len(lines)}"
-        if isinstance(value, _SYMBOLIC) and node.op == "call_function":
-            continue
-        target, inside = "" if node.op in ("placeholder", "output") else str(node.target), []
-        if node.op == "get_attr":
-            constant = operator.attrgetter(target)(gm)
-            inside = canonical(constant) if isinstance(constant, GraphModule) else []
-            plain = type(constant).__name__ + ("" if inside else f":{constant!r}")
-            target = tensor_digest(constant) if isinstance(constant, torch.Tensor) else plain
-        elif node.op == "call_function" and not torch_values.is_operator(node.target):
-            name = getattr(node.target, "__qualname__", None) or getattr(node.target, "__name__", target)
-            target = f"{getattr(node.target, '__module__', None) or type(node.target).__module__}.{name}"
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), position.__getitem__)
-        lines += [f"{position[node]} = {node.op} {target} {args} {kwargs}", *(f"  {line}" for line in inside)]
-    return lines
 
 
 def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, Any] | None) -> TracedHook:

@@ -32,8 +32,8 @@ import torch
 from torch.fx import GraphModule
 
 from ..errors import BudgetWarning, warn_user
+from ..identity.canonical import canonical
 from ..passes.plan import Plan
-from ..passes.trace import canonical
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value
 from .apart import Ways, averaged, tried_counts

@@ -128,6 +128,11 @@ def fake_tensor(
         yield value
 
 
+def pytree_specs(gm: GraphModule) -> str:
+    """How a graph that `torch.export` made takes and returns trees of values; its nodes don't show it."""
+    return f"{vars(gm).get('_in_spec')} {vars(gm).get('_out_spec')}"
+
+
 def reads_values(gm: GraphModule) -> bool:
     """Whether `gm` makes a number out of a tensor (`.item()`)."""
     return bool(gm.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default))

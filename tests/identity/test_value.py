@@ -14,11 +14,13 @@ import pytest
 import torch
 from sentinel import Chain, assert_same, compiled, gradients, graph_count, hand_gradients, scale
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import aot_hooks
 from aot_hooks import Hook, saved_tensors_hooks, saved_tensors_policy
 from aot_hooks.context.pairs import Pair
 from aot_hooks.errors import RecompileWarning
+from aot_hooks.identity.frozen import described
 
 
 def live_pairs() -> int:
@@ -84,6 +86,48 @@ def test_names_of_hooks_are_not_part_of_the_value(model: Chain, x: Tensor) -> No
         with saved_tensors_hooks(Hook(name, *scale(3))):
             gradients(call, model, x)
     assert graph_count() - before == 1
+
+
+def renamed_graph(factor: float, *, names: tuple[str, str], constant: bool = False) -> torch.fx.GraphModule:
+    """A graph that multiplies by `factor`, a number or a tensor of its own."""
+    graph, holder = torch.fx.Graph(), torch.nn.Module()
+    argument = graph.placeholder(names[0])
+    by: Any = factor
+    if constant:
+        setattr(holder, names[1], torch.tensor(factor))
+        by = graph.get_attr(names[1])
+    graph.output(graph.create_node("call_function", torch.mul, (argument, by), {}, name=f"{names[1]}_times"))
+    return torch.fx.GraphModule(holder, graph)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("constant", [False, True], ids=["number", "tensor"])
+def test_graphs_that_differ_in_names_only_are_one_hook(model: Chain, x: Tensor, constant: bool) -> None:
+    call, before = compiled(model), graph_count()
+    for factor, names in ((2.0, ("x", "half")), (2.0, ("saved", "other")), (3.0, ("x", "half"))):
+        graphs = [renamed_graph(factor, names=names, constant=constant) for _ in range(2)]
+        with saved_tensors_hooks(*graphs):
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=factor**2))
+    assert graph_count() - before == 2
+
+
+def test_graphs_of_another_meaning_are_other_hooks() -> None:
+    def text(build: Any) -> str:
+        graph = torch.fx.Graph()
+        build(graph)
+        return described(Hook("graph", torch.fx.GraphModule(torch.nn.Module(), graph), lambda x: x)).text
+
+    def rows(graph: torch.fx.Graph, at: int) -> None:
+        """Its symbolic size has the same symbol, whichever of the two sizes it is, as two traces would name it."""
+        x = graph.placeholder("x")
+        size = graph.call_function(torch.ops.aten.sym_size.int, (x, at))
+        size.meta["val"] = ShapeEnv().create_unbacked_symint()
+        graph.output(graph.call_function(torch.mul, (x, size)))
+
+    assert text(lambda graph: rows(graph, 0)) != text(lambda graph: rows(graph, 1))
+    assert text(lambda graph: graph.output(graph.placeholder("x"))) != text(
+        lambda graph: graph.output(graph.placeholder("*x"))
+    )
 
 
 def test_an_error_names_the_hook_that_was_entered_not_an_equal_one(model: Chain, x: Tensor, wrap: Any) -> None:
