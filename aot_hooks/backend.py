@@ -14,15 +14,15 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
 from cudagraph.compile.compilation import Compilation
-from cudagraph.graph.snapshots import save_what_was_read
 
 from . import cudagraphs, records, unused
 from .cache import lookup
@@ -42,10 +42,11 @@ from .offloading import stats as offload_stats
 from .offloading import transfers
 from .offloading.placement import decide_at_run_time
 from .options import Options, inductor_patches
-from .passes.casts import cast_again, parameters_of, with_casts
+from .passes.casts import cast_again, with_casts
 from .passes.early import compute_early
 from .passes.edits import finished
 from .passes.live_bytes import LivePoint, live_bytes
+from .passes.partition import parameters_of, partitioned, state_of
 from .passes.plan import Plan, repeats_across_regions
 from .passes.rewrite import rewrite
 from .passes.units import Trace
@@ -183,10 +184,6 @@ class _Stock(NamedTuple):
     casts: tuple[SavedTensor, ...]  # values that are cast again in the backward, see passes/casts.py
 
 
-def _parameters(inputs: Sequence[Any]) -> frozenset[int]:
-    return frozenset(i for i, x in enumerate(inputs) if isinstance(x, torch.nn.Parameter))
-
-
 def _in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled: pairs.Pair | None) -> _InForce:
     setting, pair = pairs.ambient()
     if setting is None and options.policy is not None and autograd.top_hooks() is None:
@@ -258,7 +255,7 @@ def _compile_graph(
     def compiled_with(gm: GraphModule, hooks: _InForce, graph: records.Graph) -> _Compiled:
         compilation = cudagraphs.compilation(capture) if capture is not None else None
         donated: list[bool] = []
-        run: dict[str, Any] = {"live": live, "at_run_time": at_run_time, "parameters": _parameters(inputs)}
+        run: dict[str, Any] = {"inputs": inputs, "live": live, "at_run_time": at_run_time}
         partition = planning_partition(hooks, options, graph.plans, paths, donated, **run)
 
         def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
@@ -409,9 +406,9 @@ def _compile(
         if partition is not None:
             patches = _partitioned_by(partition, gm, patches)
             return inductor.compile_with_hooks(gm, inputs, patches, compiling, capture)
-        if inductor.custom_partitioner(patches) is None:
-            name = f"aot_hooks {PACKAGE_DIGEST}, no hooks"
-            patches = patches | inductor.partitioned_by(partition_without_hooks, name)
+        name, users = f"aot_hooks {PACKAGE_DIGEST}, no hooks", inductor.custom_partitioner(patches)
+        mended = partition_without_hooks if users is None else partial(_mended, users)
+        patches = patches | inductor.partitioned_by(mended, name, users)
         return inductor.compile_stock(gm, inputs, patches, capture)
 
 
@@ -422,9 +419,9 @@ def planning_partition(
     paths: Mapping[str, str],
     donated: list[bool],
     *,
+    inputs: Sequence[Any],
     live: bool,
     at_run_time: bool = False,
-    parameters: Collection[int] = (),
 ) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """A partition function for AOTAutograd: torch's min-cut partition, then the rewrite.
 
@@ -433,10 +430,13 @@ def planning_partition(
         paths: modules by Dynamo's names, see `modules.roots`.
         donated: for each graph, nested regions first, whether the backward may reuse the memory of saved tensors when
             there are no hooks.
+        inputs: of Dynamo's graph.
         live: plans have the bytes alive along both graphs, before and after the rewrite.
         at_run_time: the host runs each kernel, so `offload` decides then what it sends; a budget has decided already.
-        parameters: the positions of parameters among the inputs of Dynamo's graph.
     """
+
+    rule = None if hooks.setting is None else hooks.setting.rule
+    computes_again = options.recompute_pointwise or isinstance(rule, Budget)
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         carry_names(joint.graph)
@@ -447,16 +447,18 @@ def planning_partition(
             # torch doesn't say which inputs are parameters, and the graph around it decides
             static = tuple(range(len(joint.graph.find_nodes(op="placeholder"))))
         fused, number = options.inner == "inductor", len(donated)
+        # what is computed again reads these in the backward; a nested region does not know which of its inputs they are
+        state = state_of(joint, () if nested else static, inputs) if computes_again else []
         outputs: dict[str, Any] = {"num_fwd_outputs": kwargs["num_fwd_outputs"], "roots": paths}
         parts = outputs | {"static_inputs": static}
         budgeted = hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and not nested
         first: list[_Stock] = []  # of the first split
 
         def split() -> tuple[GraphModule, GraphModule]:
-            fw, bw = aot.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
+            min_cut = partial(aot.min_cut_partition, joint, joint_inputs, merge_repeats=not apart, **kwargs)
+            fw, bw = partitioned(joint, min_cut, kwargs["num_fwd_outputs"], state)
             if len(donated) == number:  # the first time: as it is without hooks
                 donated.append(donates(fw, bw, kwargs["num_fwd_outputs"]))
-            save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
             packs = any(setting.rule is not KEEP for setting in hooks.settings)
             if fused and packs:
                 compute_early(fw, kwargs["num_fwd_outputs"])
@@ -467,7 +469,7 @@ def planning_partition(
                 before_ms = step_ms(fw, bw, fused, launched=at_run_time)
             casts: tuple[SavedTensor, ...] = ()
             if packs and not nested:
-                alive = parameters_of(fw, static, parameters)
+                alive = parameters_of(fw, static, inputs)
                 casts = cast_again(fw, bw, parameters=alive, is_wanted=hooks.casts_again, fused=fused, **outputs)
             if not first:
                 first.append(_Stock(live_before, before_ms, casts))
@@ -506,10 +508,14 @@ def planning_partition(
 
 
 def partition_without_hooks(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-    """torch's min-cut partition, with `save_what_was_read`."""
-    fw, bw = aot.min_cut_partition(joint, joint_inputs, **kwargs)
-    save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
-    return finished(fw, bw)
+    """torch's min-cut partition, mended, see passes/partition.py."""
+    return _mended(aot.min_cut_partition, joint, joint_inputs, **kwargs)
+
+
+def _mended(
+    partition: Callable[..., tuple[GraphModule, GraphModule]], joint: GraphModule, joint_inputs: Any, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    return finished(*partitioned(joint, lambda: partition(joint, joint_inputs, **kwargs), kwargs["num_fwd_outputs"]))
 
 
 def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tuple[list[Plan], Budget | None]:
@@ -520,7 +526,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     plans: list[Plan] = []
     at_run_time = not options.cudagraphs and not inductor.copies_are_static(options.inductor or {})
     hooks = _in_force(gm, inputs, options, None)
-    run: dict[str, Any] = {"live": True, "at_run_time": at_run_time, "parameters": _parameters(inputs)}
+    run: dict[str, Any] = {"inputs": inputs, "live": True, "at_run_time": at_run_time}
     partition = planning_partition(hooks, options, plans, roots(), [], **run)
     rule = None if hooks.setting is None else hooks.setting.rule
     again = aot.recomputing_pointwise(options.recompute_pointwise and not isinstance(rule, Budget))
@@ -537,6 +543,8 @@ def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dic
 
     In torch's cache keys the partition is the digest of the package. The hooks are in our key, see cache/key.py.
     """
+    if inductor.custom_partitioner(patches) is not None:
+        raise OptionError(inductor.TWO_PARTITIONERS)
     named = any(name_given(node) is not None for node in nodes_of(gm))
     names = inductor.first_joint_pass(carry_names, patches) if named else {}
     return patches | names | inductor.partitioned_by(partition, f"aot_hooks {PACKAGE_DIGEST}")

@@ -238,7 +238,7 @@ class _Backend(dynamo_backends.InPlaceOf):
         settings = {**(self.options.inductor or {}), **self.settings, **(config_patches or {})}
         refusal = self.refusal
         if inductor.custom_partitioner(settings) is not None:
-            refusal = "Inductor's setting custom_partitioner_fn is set, but hooks need one of ours; take it out"
+            refusal = inductor.TWO_PARTITIONERS
         if refusal:
             error = OptionError(f"enable: {refusal}, or don't enable hooks for this function")
             raise dynamo.backend_failure("inductor", error)

@@ -135,8 +135,8 @@ def boundary(
     """
     user = list(results_of(fw.graph)[:num_fwd_outputs])
     crossing = crossing_pairs(fw, bw, num_fwd_outputs)
-    symints = [(node, slot) for node, slot in crossing if _is_size(node)]
-    pairs = [(node, slot) for node, slot in crossing if not _is_size(node)]
+    symints = [(node, slot) for node, slot in crossing if is_size(node)]
+    pairs = [(node, slot) for node, slot in crossing if not is_size(node)]
     inputs = fw.graph.find_nodes(op="placeholder")
     static = set(static_inputs)
     input_storages = storages(inputs)
@@ -196,7 +196,8 @@ def row_of(fw_node: Node, bw_node: Node, storage: int, roots: Mapping[str, str])
     )
 
 
-def _is_size(value: Any) -> bool:
+def is_size(value: Any) -> bool:
+    """Whether `value`, an output of the forward, is the node of a size: torch passes these before tensors."""
     val = value.meta.get("val") if isinstance(value, Node) else None
     return isinstance(val, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
 
@@ -213,7 +214,7 @@ def crossing_pairs(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> li
             f"the forward saves {len(saved)} values but the backward takes {len(slots)} inputs; "
             "expected one backward input for each"
         )
-    return list(zip(sorted(saved, key=lambda value: not _is_size(value)), slots, strict=False))
+    return list(zip(sorted(saved, key=lambda value: not is_size(value)), slots, strict=False))
 
 
 def _share_tests(tensors: list[SavedValue]) -> None:

@@ -91,27 +91,6 @@ def cast_again(
     return tuple(rows)
 
 
-def parameters_of(fw: GraphModule, static_inputs: Collection[int], numbers: Collection[int]) -> list[Node]:
-    """The inputs of `fw` that are parameters, or parts of one.
-
-    Args:
-        static_inputs: indices of inputs that are parameters or buffers.
-        numbers: positions of parameters among the inputs of Dynamo's graph.
-
-    AOTAutograd describes each input. One that it doesn't describe as an input of Dynamo's graph is no parameter here. A
-    program may write to a buffer between forward and backward, so buffers are none.
-    """
-    found = []
-    for i, node in enumerate(fw.graph.find_nodes(op="placeholder")):
-        desc = node.meta.get("desc")
-        while (base := getattr(desc, "base", None)) is not None:  # of a tensor subclass
-            desc = base
-        lifted = getattr(desc, "is_param", None)
-        if i in static_inputs and (getattr(desc, "idx", None) in numbers or (lifted is not None and lifted())):
-            found.append(node)
-    return found
-
-
 def with_casts(plan: Plan, rows: Collection[SavedTensor]) -> Plan:
     """`plan` with the rows that `cast_again` returned: values that are saved without hooks, and not with them."""
     offset = max((d.saved.storage for d in plan.decisions), default=-1) + 1

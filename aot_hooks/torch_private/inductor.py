@@ -62,6 +62,9 @@ def replace_random(gm: GraphModule) -> int:
     return int(need("torch._inductor.fx_passes.replace_random.replace_random_passes")(gm) or 0)
 
 
+TWO_PARTITIONERS = "Inductor's setting custom_partitioner_fn is set, but hooks need one of ours; take it out"
+
+
 def first_joint_pass(fn: Callable[[Any], None], patches: dict[str, Any]) -> dict[str, Any]:
     """Inductor settings by which `fn(graph)`, which changes no node, sees the joint graph before Inductor's own passes.
 

@@ -13,6 +13,7 @@ before anything is written. `aot_hooks` uses the same rule.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -36,21 +37,21 @@ def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[Gra
     return fw, bw
 
 
-def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:
-    """Save a copy of each saved input that `fw`, or torch after it, writes to. Edits both graphs in place.
+def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, others: Collection[Node] = ()) -> bool:
+    """Save a copy of each saved input that `fw`, or torch after it, writes to, and of `others`. Edits both graphs.
 
     Returns whether it has changed them. Call it right after the partition: the backward's inputs have the names of
     what the forward saves.
     """
     targets = _written(fw, num_fwd_outputs)
-    if not targets:  # as in most graphs
+    if not targets and not others:  # as in most graphs
         return False
     memory = memory_of(fw.graph.nodes)
     written = set().union(*(memory[node] for node in targets))
     written &= set().union(*(memory[node] for node in fw.graph.find_nodes(op="placeholder")))
     outputs = results_of(fw.graph)
-    saved = [value for value in outputs[num_fwd_outputs:] if isinstance(value, Node)]
-    copies = {node: _copy(node) for node in dict.fromkeys(saved) if not memory[node].isdisjoint(written)}
+    saved = dict.fromkeys(value for value in outputs[num_fwd_outputs:] if isinstance(value, Node))
+    copies = {node: _copy(node) for node in saved if node in others or not memory[node].isdisjoint(written)}
     if not copies:
         return False
     by_name = {node.name: node for node in bw.graph.find_nodes(op="placeholder")}

@@ -226,10 +226,22 @@ def custom_partitioner(patches: dict[str, Any], need: Callable[[str], Any] = nee
     return patches.get(name, need(f"torch._inductor.config.{name}"))
 
 
-def partitioned_by(fn: Callable[..., Any], key: str, need: Callable[[str], Any] = need) -> dict[str, Any]:
-    """Inductor settings by which `fn` splits joint graphs; `key` is its whole identity for torch's caches."""
+def partitioned_by(
+    fn: Callable[..., Any], key: str, users: Any = None, need: Callable[[str], Any] = need
+) -> dict[str, Any]:
+    """Inductor settings by which `fn` splits joint graphs; `key` is its identity for torch's caches.
+
+    `users`: the user's partitioner that `fn` calls, whose identity is part of it.
+    """
     base = need("torch._inductor.custom_graph_pass.CustomPartitionerFn")
-    return {"custom_partitioner_fn": pass_class(base)(fn, lambda: key)}
+
+    def uuid() -> Any:
+        if users is None:
+            return key
+        inside = users.uuid()
+        return None if inside is None else (key, inside)
+
+    return {"custom_partitioner_fn": pass_class(base)(fn, uuid)}
 
 
 @functools.cache

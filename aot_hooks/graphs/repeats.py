@@ -1,0 +1,113 @@
+"""What the backward computes that the forward computes, too; and which operators may not be computed twice.
+
+forward                          backward
+  r = bernoulli(e, .7)             r = bernoulli(e, .7)         other numbers: r draws
+  m = gt(r, 0)                     m = gt(r, 0)                 the twin of the forward's m, if r were the same
+  out = mul(x, m)                  grad_x = mul(tangents, m)    no twin: it is computed from a tangent
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from ..torch_private import values as torch_values
+from .nodes import argument_called
+from .saved import crossing_pairs
+
+# the arguments of these say which numbers come: a state of the generator, or its seed and offset
+_WITH_STATE = (
+    "run_and_save_rng_state",
+    "run_with_rng_state",
+    "graphsafe_run_with_rng_state",
+    "rngprims.philox_rand.default",
+)
+
+
+def draws(node: Node) -> bool:
+    """Whether `node` takes numbers from a random generator, by its operator or in a graph that it calls.
+
+    What torch runs with a state of the generator that it passes to the backward does not count.
+    """
+    if node.op != "call_function" or str(node.target) in _WITH_STATE:
+        return False
+    if isinstance(node.target, torch_values.HigherOrderOperator):
+        return any(_draws_inside(node, argument) for argument in (*node.args, *node.kwargs.values()))
+    if not _is_random(node.target):
+        return False
+    # without dropout, or called for evaluation, all numbers are known
+    never = [("dropout_p", 0), ("p", 0), ("train", False), ("training", False)]
+    return not any(_has_argument(node.target, name) and argument_called(name, node) == off for name, off in never)
+
+
+def draw_counts(gm: GraphModule) -> Counter[Any]:
+    """How many nodes of `gm` draw random numbers, by operator."""
+    return Counter(node.target for node in gm.graph.nodes if draws(node))
+
+
+def twins(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> dict[Node, Node]:
+    """For each node of `bw` that has the value of a node of `fw`: that node.
+
+    Nodes correspond if they call the same operator with corresponding arguments. Those that draw random numbers
+    correspond by name: partitioners copy nodes with their names.
+    """
+    numbers = {node: f"%{i}" for i, node in enumerate(fw.graph.nodes)}
+    known = {_key(node, fw, numbers): node for node in reversed(fw.graph.nodes) if not draws(node)}
+    drawn = {node.name: node for node in fw.graph.nodes if draws(node)}
+    found = {slot: node for node, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(node, Node)}
+    for node in bw.graph.nodes:
+        if node.op not in ("call_function", "get_attr") or not all(n in found for n in node.all_input_nodes):
+            continue
+        twin = known.get(_key(node, bw, {n: numbers[found[n]] for n in node.all_input_nodes}))
+        if draws(node):
+            twin = drawn.get(node.name)
+        if twin is not None and twin.target == node.target:
+            found[node] = twin
+    return found
+
+
+def _key(node: Node, gm: GraphModule, numbers: dict[Node, str]) -> Any:
+    """What the value of `node` is computed by, and from: nodes stand by their `numbers`."""
+    if node.op == "get_attr":
+        return node.op, id(functools.reduce(getattr, str(node.target).split("."), gm))
+    if node.op != "call_function":
+        return node.op, node.name
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: _Number(numbers[n]))
+    return node.op, node.target, repr(args), repr(kwargs)
+
+
+class _Number(str):
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@functools.cache  # operators are few
+def _is_random(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+@functools.cache
+def _has_argument(target: Any, name: str) -> bool:
+    schema = torch_values.schema_of(target)
+    return schema is not None and any(argument.name == name for argument in schema.arguments)
+
+
+def _draws_inside(call: Node, argument: Any) -> bool:
+    """Whether `argument` of a higher-order operator draws: a random operator that it runs, or a graph of nodes."""
+    if isinstance(argument, Node) and argument.op == "get_attr":
+        root = call.graph.owning_module
+        inner = functools.reduce(lambda m, name: getattr(m, name, None), str(argument.target).split("."), root)
+        return isinstance(inner, GraphModule) and any(map(draws, inner.graph.nodes))
+    return torch_values.is_operator(argument) and _is_random(argument)
+
+
+def results(node: Node) -> list[Node]:
+    """The nodes that stand for the value of `node`: its items, if it is a tuple."""
+    value = node.meta.get("val")
+    return [node] if isinstance(value, torch.Tensor) else [u for u in node.users if u.target is operator.getitem]
