@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+import reads_table
 import torch
 
 from aot_hooks.graphs.read_tables import ACTIVATION, LINEAR, MOST_POWER, SMOOTH, STEPS, UNIT
@@ -340,3 +341,8 @@ def test_the_bounds_of_norms_and_of_softmax(spread: float) -> None:
     softmax = lambda t: aten._softmax_backward_data(g, t, -1, torch.float64)  # noqa: E731
     terms = y * (g.abs() + (g * y).abs().sum(-1, keepdim=True))
     assert weighed(terms, softmax(y), softmax(rounded)) <= SMOOTH["aten._softmax_backward_data.default"][1].factor
+
+
+def test_the_page_has_the_table() -> None:
+    _, found, _ = reads_table.parts(reads_table.PAGE.read_text())
+    assert found == reads_table.table(), "python tests/support/reads_table.py writes it"
