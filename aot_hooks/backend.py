@@ -190,6 +190,10 @@ def _in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled:
         setting = Setting(options.policy, options.scope)
     else:
         enabled = None
+    if setting is None and autograd.is_checkpointed():
+        around = pairs.open_contexts.stack
+        if around or options.policy is not None:
+            unused.checkpointed(around[-1][0].setting if around else Setting(options.policy, options.scope))
     if setting is not None and setting.eager:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
     if setting is not None and isinstance(setting.rule, Budget):
@@ -297,7 +301,8 @@ def _compile_graph(
         known.extend(graph.plans)
     if listed is not None:
         listed.append(graph)
-    return _wrapped(compiled, graph, hooks, seen, wrapper, version, sizes, counted=live)
+    checkpoints = any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in nodes_of(gm))
+    return _wrapped(compiled, graph, hooks, seen, wrapper, version, sizes, checkpoints=checkpoints, counted=live)
 
 
 def _guard_hooks_of_others() -> None:
@@ -330,10 +335,11 @@ def _wrapped(
     version: Version | None,
     sizes: Sizes,
     *,
+    checkpoints: bool,
     counted: bool,
 ) -> _Compiled:
     """`compiled` in the wrappers that apply, the innermost first; notes what the graph was made of."""
-    suspects = unused.compiled(hooks.settings, graph.plans)
+    suspects = unused.compiled(hooks.settings, graph.plans, checkpoints=checkpoints)
     for key, setting in hooks.regions.items():
         recompiles.note(wrapper, setting, region.regions[key].record_for(seen))
     rule = hooks.setting.rule if hooks.setting is not None and graph.plans else None

@@ -87,6 +87,7 @@ class Enabled:
         self.options = Options.parse(with_arguments(policy, scope, options))
         self.thread = threading.current_thread()
         self.is_called = False  # a function compiled for "inductor" was called while this was the innermost
+        self._left_before = dynamo.left_to_python()
         self.inner = ""  # the last one that was enabled inside this one
         self.is_used = False  # "inductor" was to compile a graph, or one has run, while this was the innermost
         self._run_counts: Counter[Graph] = Counter()  # since the last call of `runs`, while this was the innermost
@@ -162,11 +163,19 @@ class Enabled:
                 "Compile the model with that backend (torch.compile, or the trainer's own switch, without another "
                 "backend) and call it inside"
             )
+        left = dynamo.left_to_python()
+        new = [text for text, count in left.items() if count != self._left_before.get(text)]
+        if new:
+            return (
+                f"A compiled function was called, but Dynamo left it to Python: {_in_one_line(new[-1])} Compile the "
+                "parts that it can trace. A context around the call packs what eager code saves"
+            )
+        earlier = f" Earlier it left a function to Python: {_in_one_line([*left][-1])}" if left else ""
         return (
             "A compiled function was called, but Dynamo ran none of its graphs. It compiles a function once for each "
             "policy, at most torch._dynamo.config.recompile_limit times: call torch._dynamo.reset(), or raise the "
-            "limit. Before torch 2.15 nn.Sequential(...).compile() compiles nothing; torch.compile(module) does, but "
-            "not under FSDP2's fully_shard: there put the layers into a class of your own"
+            f"limit.{earlier} Before torch 2.15 nn.Sequential(...).compile() compiles nothing; torch.compile(module) "
+            "does, but not under FSDP2's fully_shard: there put the layers into a class of your own"
         )
 
     def __call__(self, *_: Any, **__: Any) -> Any:
@@ -212,6 +221,13 @@ def _callback_for(callback: Any) -> Any:
             )
         by_key[enabled.key] = dynamo_backends.with_backend(callback, backend)
     return by_key[enabled.key]
+
+
+def _in_one_line(explanation: str) -> str:
+    """What Dynamo does not trace, and its first hint, without the lines that follow."""
+    lines = [line.strip() for line in explanation.splitlines()]
+    hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
+    return " ".join(f"{line.rstrip('.')}." for line in (*lines[:1], *hints[:1]))
 
 
 class _Backend(dynamo_backends.InPlaceOf):

@@ -4,6 +4,7 @@
       the first backward after that           --warning_if_unused-->  nothing packed; a key that matched nothing
       an eager operator saves, a context ends --context_left-->       no tensor was saved, or a budget had no graph
       AOTAutograd traces a pair of ours       --traced-->             another backend compiles the function
+      a graph is compiled under a checkpoint  --checkpointed-->       the checkpoint's own hooks are the innermost
 
 If its graphs packed something, a step pays for a counter in eager parts, and a set lookup when a context ends.
 """
@@ -29,6 +30,9 @@ from .torch_private import aot
 from .torch_private.autograd import at_end_of_backward
 
 _SHOWN = 8
+_INSTEAD_OF_CHECKPOINTING = (
+    "Take the checkpoint out where the hooks leave enough memory, which costs less time, or a part of its blocks"
+)
 
 
 @dataclass
@@ -40,6 +44,7 @@ class _Use:
         seen: for messages, the values compared with the keys, by the function that made the policy.
         kept: decisions that left a tensor, while none packed one.
         packs: a decision packed a tensor.
+        checkpoints: a graph has parts that `torch.utils.checkpoint` computes again.
     """
 
     setting: Setting
@@ -47,6 +52,7 @@ class _Use:
     seen: dict[str, dict[str, None]] = field(default_factory=dict)
     kept: list[Decision] = field(default_factory=list)
     packs: bool = False
+    checkpoints: bool = False
 
     def add(self, decision: Decision) -> None:
         if decision.hook is not KEEP:
@@ -85,8 +91,8 @@ def forget() -> None:
         _uses.clear()
 
 
-def compiled(settings: Iterable[Setting], plans: Sequence[Plan]) -> list[Setting]:
-    """Note the plans of a graph that was compiled under `settings`.
+def compiled(settings: Iterable[Setting], plans: Sequence[Plan], *, checkpoints: bool = False) -> list[Setting]:
+    """Note the plans of a graph that was compiled under `settings`; `checkpoints`: it computes parts of it again.
 
     Returns the settings that have packed nothing so far, or have a key that has matched nothing.
     """
@@ -96,6 +102,7 @@ def compiled(settings: Iterable[Setting], plans: Sequence[Plan]) -> list[Setting
         for setting in settings:
             use = _uses.setdefault(setting.text, _Use(setting, list(keys_in(setting.rule))))
             _ended.add(setting.text)
+            use.checkpoints |= checkpoints
             for d in decisions:
                 if setting.key in d.settings:
                     use.add(d)
@@ -133,10 +140,19 @@ def _warn_of(suspects: list[Setting]) -> None:
         if use.packed_nothing and not use.unmatched and not decided_later:
             reasons = collections.Counter(d.reason for d in use.kept).most_common(3)
             why = "; ".join(f"{count} {reason}" for reason, count in reasons)
+            packed_none = (
+                f"{use.setting.title} packed none of the {len(use.kept)} tensors that graphs save for backward"
+            )
+            if use.checkpoints:
+                _warn(
+                    (setting.text, "packed"),
+                    f"{packed_none} under it: torch.utils.checkpoint inside of the compiled function has the others "
+                    f"computed again, so they are not saved ({why}). {_INSTEAD_OF_CHECKPOINTING}",
+                )
+                continue
             _warn(
                 (setting.text, "packed"),
-                f"{use.setting.title} packed none of the {len(use.kept)} tensors that graphs save for backward under "
-                f"it ({why}). Use a hook or policy that takes them, or another scope; "
+                f"{packed_none} under it ({why}). Use a hook or policy that takes them, or another scope; "
                 "aot_hooks.print_report(aot_hooks.last_plans(compiled)) shows each",
             )
         for policy, key in use.unmatched:
@@ -200,6 +216,16 @@ def traced(setting: Setting) -> None:
             f"a context of {setting.title} is around a function that another backend compiles: nothing that its "
             "graph saves is packed. Use torch.compile(..., backend='aot_hooks'), or aot_hooks.enable()",
         )
+
+
+def checkpointed(setting: Setting) -> None:
+    """Warn that a graph is compiled without `setting`, under the hooks of `torch.utils.checkpoint`."""
+    _warn(
+        (setting.text, "checkpointed"),
+        f"{setting.title} does nothing for a compiled function that torch.utils.checkpoint calls: it is computed "
+        f"again, so nothing of it is saved. {_INSTEAD_OF_CHECKPOINTING}; or pass use_reentrant=True, with which what "
+        "is computed again is packed until its backward",
+    )
 
 
 def _warn(about: tuple[str, str], message: str) -> None:

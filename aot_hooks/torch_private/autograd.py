@@ -69,6 +69,13 @@ def top_hooks() -> tuple[Any, Any] | None:
     return _top(True)
 
 
+def is_checkpointed() -> bool:
+    """Whether the innermost hook pair of this thread is that of `torch.utils.checkpoint`, around a call that it saves
+    nothing for, or computes again."""
+    top = top_hooks()
+    return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 @contextlib.contextmanager
 def covered_hooks() -> Iterator[None]:
     """A pair of plain functions covers the hooks in force: torch would inline these a second time.

@@ -28,6 +28,7 @@ SYMBOLS = {
     "errors of contexts inside a compiled function": "torch._dynamo.exc.BackendCompilerFailed",
     "reports of scripts with a module that cannot be planned": "torch._dynamo.exc.TorchDynamoException",
     "reports of scripts": "torch._dynamo.symbolic_convert._import_module",
+    "warnings of functions that Dynamo left to Python": "torch._dynamo.utils.counters",
     "names given by code that Dynamo left to Python": "torch._dynamo.eval_frame.skip_code",
     "entering a context where Dynamo would compile that": "torch._C._dynamo.eval_frame.set_eval_frame",
     "from a compiled function to its options and plans": "torch._TorchCompileWrapper ._TorchCompileInductorWrapper "
@@ -50,6 +51,13 @@ PROTOCOLS = {
 }
 
 need = needing(SYMBOLS)
+
+
+def left_to_python() -> dict[str, int]:
+    """How often Dynamo has met each thing that it does not trace in this process, by its explanation."""
+    counters = need("torch._dynamo.utils.counters")
+    return {**counters["graph_break"], **counters["unimplemented"]}
+
 
 comptime = need("torch._dynamo.comptime.comptime")
 assume_constant_result = need("torch._dynamo.assume_constant_result")

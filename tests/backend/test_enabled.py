@@ -330,6 +330,23 @@ def test_too_many_policies_for_one_function_are_said() -> None:
             compiled(x).sum().backward()
 
 
+def test_a_function_that_dynamo_left_to_python_is_named() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.lstm(x)[0])  # type: ignore[no-any-return]
+
+    for module in (Recurrent(), nn.LSTM(8, 8)):
+        torch._dynamo.reset()
+        with pytest.warns(errors.UnusedWarning) as caught, enable(float8(), options=ATEN):
+            torch.compile(module)(torch.ones(2, 4, 8))
+        (said,) = [str(each.message) for each in caught if "had no effect" in str(each.message)]
+        assert "left it to Python: Attempted to wrap RNN, GRU, or LSTM" in said and "recompile_limit" not in said
+
+
 def test_an_exception_ends_it() -> None:
     with contextlib.suppress(ValueError), enable(float8(), options=ATEN):
         raise ValueError

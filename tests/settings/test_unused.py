@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
 from aot_hooks import KEEP, Hook, last_plans, policies, saved_tensors_hooks, saved_tensors_policy, unused
@@ -158,6 +160,38 @@ def test_a_context_around_another_backend() -> None:
     assert "hook 'half' is around a function that another backend compiles" in message
     assert "backend='aot_hooks'" in message
     assert warned(run) == []
+
+
+def checkpointed(where: str, policy: Any, **checkpointing: Any) -> Any:
+    """A function that trains for some steps with `torch.utils.checkpoint` around or inside a compiled function."""
+    inner = model()
+    options = {**ATEN, "policy": None if where == "around, context" else policy}
+    if where == "inside":
+        call = torch.compile(lambda x: checkpoint(inner, x, **checkpointing), backend="aot_hooks", options=options)
+    else:
+        compiled = torch.compile(inner, backend="aot_hooks", options=options)
+        call = functools.partial(checkpoint, compiled, **checkpointing)
+    context = saved_tensors_policy(policy) if where == "around, context" else contextlib.nullcontext()
+
+    def run() -> None:
+        for _ in range(2):
+            with context:
+                loss = call(torch.ones(4, 8, requires_grad=True)).sum()
+            loss.backward()
+
+    return run
+
+
+@pytest.mark.parametrize("where", ["around", "around, context", "inside"])
+def test_checkpointing_that_leaves_nothing_to_pack(where: str) -> None:
+    run = checkpointed(where, HALF, use_reentrant=False)
+    (message,) = warned(run)
+    assert "hook 'half'" in message and "torch.utils.checkpoint" in message and "Take the checkpoint out" in message
+    assert warned(run) == []
+
+
+def test_checkpointing_that_leaves_something_to_pack() -> None:
+    assert warned(checkpointed("around", HALF, use_reentrant=True)) == []
 
 
 def test_a_context_around_backward_alone() -> None:
