@@ -32,7 +32,8 @@ SYMBOLS: dict[str | Needed, str] = {
     "constants of graphs": "torch.utils._python_dispatch._disable_current_modes",
     "telling which outputs are alive": "torch._C._storage_Use_Count",
     "copying inputs": "torch._foreach_copy_ torch._C._AutoDispatchBelowADInplaceOrView",
-    "telling when a step ends": "torch._C._current_graph_task_id torch._dynamo.mutation_guard.GenerationTracker "
+    "telling when a step ends": "torch._C._current_graph_task_id torch._C._is_fwd_grad_enabled "
+    "torch._C._autograd._top_saved_tensors_default_hooks torch._dynamo.mutation_guard.GenerationTracker "
     "torch._guards.TracingContext torch._inductor.cudagraph_trees.MarkStepBox",
     "running the rest of a step without graphs": "torch._C._DisableAutocast",
     "outputs at their recorded addresses": "torch._C._construct_storage_from_data_pointer",
@@ -69,6 +70,7 @@ PROTOCOLS = {
     "telling when a step ends": {
         "torch._inductor.cudagraph_trees.MarkStepBox": "mark_step_counter",
         "torch._dynamo.mutation_guard.GenerationTracker": "generation",
+        "torch.autograd.function.BackwardCFunction": "_raw_saved_tensors",
     },
 }
 
@@ -257,6 +259,7 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 storage_use_count: Callable[[int], int] = late(need, "torch._C._storage_Use_Count")
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = late(need, "torch._foreach_copy_")
 graph_task_id: Callable[[], int] = late(need, "torch._C._current_graph_task_id")  # -1 outside of a backward
+forward_mode: Callable[[], bool] = late(need, "torch._C._is_fwd_grad_enabled")
 # A context: operators neither record history nor count versions. Entering it takes 0.5 us.
 below_autograd: Callable[[], Any] = late(need, "torch._C._AutoDispatchBelowADInplaceOrView")
 without_autocast: Callable[[], Any] = late(need, "torch._C._DisableAutocast")  # a context
@@ -266,6 +269,49 @@ clear_cublas_workspaces: Callable[[], None] = late(need, "torch._C._cuda_clearCu
 storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = late(
     need, "torch._C._construct_storage_from_data_pointer"
 )
+
+
+def in_autograd_function() -> bool:
+    """Whether the caller runs in the forward of a `torch.autograd.Function`, such as that of a re-entrant checkpoint.
+
+    torch turns forward-mode differentiation off there. `torch.no_grad()` leaves it on.
+    """
+    return not forward_mode() and not torch.is_inference_mode_enabled()
+
+
+def checkpoint_around() -> weakref.ref[Any] | None:
+    """For a forward under `torch.utils.checkpoint`: a reference that lives as long as something that it saved there.
+
+    It is to the hook that gives saved tensors back, which torch makes for each such forward. None elsewhere.
+    """
+    hooks = top_saved_tensor_hooks(False)
+    return weakref.ref(hooks[1]) if hooks and hooks[1].__module__ == "torch.utils.checkpoint" else None
+
+
+def awaits_backward(reference: weakref.ref[torch.Tensor]) -> bool:
+    """Whether a backward may still run through the compiled forward or the checkpoint that made a tensor.
+
+    Their nodes are of `torch.autograd.Function`, and tell whether a backward has freed what they saved. They are the
+    nearest such nodes in the tensor's history, behind in-place operators on it.
+    """
+    x = reference()
+    if x is None:
+        return False
+    if hasattr(x, "_fix_weakref"):  # what only C++ held is held in Python again
+        x._fix_weakref()
+    nodes: list[Any] = [x.grad_fn]
+    seen = {None}
+    for node in nodes:
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(type(node), "_raw_saved_tensors"):
+            try:
+                return node._raw_saved_tensors is not None
+            except RuntimeError:  # "Trying to backward through the graph a second time"
+                return False
+        nodes += [after for after, _ in node.next_functions]
+    return False
 
 
 def fake_mode_of(x: torch.Tensor) -> Any:

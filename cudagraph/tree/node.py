@@ -9,7 +9,8 @@ record.py prepares all that is known when a graph is captured. A replay only dec
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,8 +108,14 @@ class Node:
         self.state: Any = None  # which blocks of the pool are allocated here; None at the root
 
     def waits_for_backward(self) -> bool:
-        """Whether a backward may still need an output of a forward of the path."""
-        return any(not forward.watch_saved.none_held() for forward in self.pending)
+        """Whether a backward may still need an output of the path, because something that a forward saved is held.
+
+        A checkpoint saves no outputs, and holds what it starts from: then an output whose history no backward has used
+        yet, or something else that was saved under the checkpoint, shows that its backward is still to come.
+        """
+        if any(not forward.watch_saved.none_held() for forward in self.pending):
+            return True
+        return not self.watch_live.none_held() and any(recording.awaits_backward() for recording in self.path())
 
     def path(self) -> list[Recording]:
         """The recordings from the first of the step to this one."""
@@ -148,11 +155,22 @@ class Recording(Node):
         self.graph, self.launch = graph, parent.cursor.driver.launcher(graph)
         self.inputs, self.outputs = inputs, outputs
         self.replay_count = 0
+        piece = self.function.piece
+        self.is_forward = not piece.is_backward and not piece.is_inference
+        # Outputs that may get a history. If it is unknown which are saved, `watch_saved` has all of them.
+        saved = () if piece.is_inference else piece.saved_outputs
+        told = not piece.is_backward and saved is not None
+        on_slots = [template.position for template in outputs.templates if template.slot is not None]
+        self.with_history = [position for position in on_slots if told and position not in (saved or ())]
         self.live, self.state = outputs.live, state
         # The memory of its outputs, which earlier recordings may have made.
         self.slots = tuple(dict.fromkeys(t.slot for t in outputs.templates if t.slot is not None))
         self.templates: list[torch.Tensor] = []  # their aliases are given out; a slot that is renewed replaces them
         self.watch_dead = self.watch_saved = Watch(())
+        # Weak references to the outputs that its last run gave out and that may have a history, if a backward may be to
+        # come; see `note_history`.
+        self.given: Sequence[weakref.ref[torch.Tensor]] = ()
+        self.checkpoint: weakref.ref[Any] | None = None
         self.edge: Edge = self.replay  # leads here from the parent; or a `StableInputProbe`
         self.choose_output_path()
 
@@ -202,13 +220,33 @@ class Recording(Node):
         self.replay_count += 1
         if self.is_plain:
             inputs.clear()
-            return [template.data for template in self.templates]
-        return self.make_outputs(inputs)
+            outputs = [template.data for template in self.templates]
+        else:
+            outputs = self.make_outputs(inputs)
+        if self.is_forward or (self.with_history and not torch_cuda.forward_mode()):
+            self.note_history(outputs)
+        return outputs
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Launch the graph for the inputs it was just recorded with, which it empties; returns the outputs."""
         self.launch()
-        return self.make_outputs(inputs)
+        outputs = self.make_outputs(inputs)
+        if self.is_forward or (self.with_history and not torch_cuda.forward_mode()):
+            self.note_history(outputs)
+        return outputs
+
+    def note_history(self, outputs: list[Any]) -> None:
+        """Note what tells later whether a backward of this run is still to come: of a forward, or of a function in the
+        forward of an `autograd.Function`, as under a re-entrant checkpoint. Outputs get their history afterwards."""
+        if not self.is_forward and not torch_cuda.in_autograd_function():
+            return
+        self.given = [*map(weakref.ref, [outputs[k] for k in self.with_history])]
+        self.checkpoint = torch_cuda.checkpoint_around()
+
+    def awaits_backward(self) -> bool:
+        if self.checkpoint is not None and self.checkpoint() is not None:
+            return True
+        return any(map(torch_cuda.awaits_backward, self.given))
 
     def make_outputs(self, inputs: list[Any]) -> list[Any]:
         """What the function returned, over the same memory, or over one copy of a slot that asks for it. Empties
@@ -249,7 +287,7 @@ class Recording(Node):
             slot.forget_templates(self.templates)
         self.graph.reset()
         self.graph, self.launch, self.edge = None, _closed, _closed
-        self.templates, self.slots, self.first = [], (), None
+        self.templates, self.slots, self.first, self.given = [], (), None, ()
         # moves.py keeps closed recordings for their counts; through its parents one kept dropped functions alive
         del self.inputs, self.outputs, self.parent
 

@@ -78,6 +78,10 @@ def next_of(call: Call) -> Next:
     \\* as long as `function` ran less than `REPEATS` times: on the same parameters, or in the warm-up.
     \\*\\* except for the first function of the step, where the warm-up continues the path.
 
+    A forward waits for its backward while something is held that it saved. Under `torch.utils.checkpoint` it saves
+    nothing of the path: there it waits while an output is held whose history no backward has used, or while the hooks
+    of the checkpoint are held, see `Node.waits_for_backward`.
+
     The inputs of a call that begins a step are copied out first; of a cut graph, all its inputs. After "reads on"
     by the first function of the step, the next one counts as the first: the call before a loop is no part of it. If the
     warm-up is over and the path goes on, it does so from where it was left. A mark begins a step unless a forward waits

@@ -74,7 +74,7 @@ class UncapturedStep:
         self.made += [(function, storage) for storage in made]
         if function.piece.is_backward:
             self.awaiting_backward.clear()
-        elif not function.piece.is_inference:
+        elif not function.piece.is_inference or torch_cuda.in_autograd_function():  # as under a checkpoint
             self.awaiting_backward += made
 
     def waits_for_backward(self) -> bool:
