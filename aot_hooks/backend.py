@@ -28,6 +28,7 @@ from . import cudagraphs, records, unused
 from .cache import lookup
 from .cache.key import PACKAGE_DIGEST, nodes_of
 from .cache.lookup import bypassed, through_cache, without_collections
+from .check import first_step
 from .context import pairs, region
 from .eager.modules import roots
 from .eager.packing import call_compiled
@@ -41,13 +42,13 @@ from .identity.records import Recording, recording
 from .offloading import stats as offload_stats
 from .offloading import transfers
 from .offloading.placement import decide_at_run_time
-from .options import Options, inductor_patches
+from .options import Options, check_limit, inductor_patches
 from .passes.casts import cast_again, with_casts
 from .passes.early import compute_early
 from .passes.edits import finished
 from .passes.live_bytes import LivePoint, live_bytes
 from .passes.partition import parameters_of, partitioned, state_of
-from .passes.plan import Plan, repeats_across_regions
+from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
 from .passes.rewrite import rewrite
 from .passes.units import Trace
 from .planning import many, measured
@@ -58,7 +59,7 @@ from .planning.sizes import NO_SIZES, Sizes, guarded
 from .planning.within import partition_within
 from .settings import recompiles
 from .settings.names import carry_names, name_given
-from .settings.setting import Setting
+from .settings.setting import SCOPE, Setting
 from .torch_private import aot, autograd, dynamo, dynamo_trace, inductor
 from .torch_private.aot_cache import without_autograd_cache
 
@@ -95,6 +96,7 @@ def reset() -> None:
     pairs.forget()
     region.forget()
     lookup.forget()
+    first_step.forget()
     measured.forget()
     many.forget()
     unused.forget()
@@ -227,9 +229,11 @@ def _compile_graph(
     - hooks on torch's stack: `_without_hooks` hides those that are inlined, `_with_eager_hooks` is for the others.
     """
     patches = inductor_patches(options, mode)
-    hooks = _in_force(gm, inputs, options, enabled)
+    hooks = asked = _in_force(gm, inputs, options, enabled)
     if options.policy is not None and hooks.pair is None:
         _guard_hooks_of_others()
+    limit = check_limit(options.check) if hooks.settings else None
+    left = NOTHING if limit is None else first_step.unpacked(dynamo.code_being_compiled(), asked.settings)
     in_steps: many.Graph | None = None
     given: Any = None
     rule: Any = None
@@ -256,16 +260,20 @@ def _compile_graph(
     paths, live = roots(), listed is not None
     at_run_time = capture is None and not inductor.copies_are_static(patches)
 
-    def compiled_with(gm: GraphModule, hooks: _InForce, graph: records.Graph) -> _Compiled:
-        compilation = cudagraphs.compilation(capture) if capture is not None else None
+    def compiled_with(gm: GraphModule, hooks: _InForce, graph: records.Graph, *, repeats: bool = False) -> _Compiled:
+        """`repeats`: it runs without hooks, beside the graph with hooks, and its backward may run several times."""
+        compilation = cudagraphs.compilation(capture) if capture is not None and not repeats else None
         donated: list[bool] = []
         run: dict[str, Any] = {"inputs": inputs, "live": live, "at_run_time": at_run_time}
-        partition = planning_partition(hooks, options, graph.plans, paths, donated, **run)
+        unpacked = NOTHING if repeats else left
+        partition = planning_partition(hooks, options, graph.plans, paths, donated, unpacked=unpacked, **run)
 
         def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
             def before_each_graph() -> None:
                 compiling()
-                if donated and not donated[-1]:  # else a second backward would raise, which it doesn't without hooks
+                if repeats or (
+                    donated and not donated[-1]
+                ):  # else a second backward would raise, which it doesn't without hooks
                     aot.donate_nothing()
 
             return _compile(gm, inputs, options, patches, partition, before_each_graph, compilation)
@@ -277,6 +285,8 @@ def _compile_graph(
             in_key["sizes"] = [*sizes.hints().values()]
         if compilation is not None:
             in_key["cudagraphs"] = compilation.key(gm)
+        if repeats or unpacked != NOTHING:
+            in_key["check"] = "without hooks" if repeats else unpacked
         # fmt: off
         return through_cache(
             gm, inputs, hooks.setting, hooks.regions, options=in_key, roots=paths, plans=graph.plans,
@@ -287,22 +297,66 @@ def _compile_graph(
     graph, tight_graph = records.Graph(), records.Graph()
     with again, autograd.covered_hooks(), recording() as seen:
         twin = aot.twin(gm) if isinstance(rule, Budget) and rule.apart is not None else None
+        checked = None if limit is None else _Without(gm)
         compiled, tight_run = compiled_with(gm, hooks, graph), None
         if twin is not None and in_steps is not None and setting is not None:
             if (tight := in_steps.tight_rule(given, graph.plans)) is not None:
                 tight_hooks = dataclasses.replace(hooks, setting=Setting(tight, setting.scope))
                 with aot.isolated_compilation():
                     tight_run = compiled_with(twin, tight_hooks, tight_graph)
+        if checked is not None:
+            checked.compile(compiled_with, [*graph.plans, *tight_graph.plans])
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
     version = None if in_steps is None else in_steps.compiled(graph.plans, known, tight_graph.plans, sizes.hints())
     if version is not None and tight_run is not None:
         compiled = many.by_call(compiled, tight_run, version)
+    if checked is not None and limit is not None:
+        compiled = checked.beside(compiled, limit, asked.settings, known)
     if known is not None:
         known.extend(graph.plans)
     if listed is not None:
         listed.append(graph)
     checkpoints = any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in nodes_of(gm))
     return _wrapped(compiled, graph, hooks, seen, wrapper, version, sizes, checkpoints=checkpoints, counted=live)
+
+
+class _Without:
+    """A graph of Dynamo that is compiled without hooks too, so that gradients can be compared: `options["check"]`."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm, self.code = aot.twin(gm), dynamo.code_being_compiled()
+        self.names = dynamo.names_of_inputs(gm)
+        self.plans: list[Plan] = []
+        self.run: _Compiled | None = None
+        self.written: tuple[int, ...] = ()
+
+    def compile(self, compiled_with: Callable[..., _Compiled], plans: list[Plan]) -> None:
+        """Call it when the graph is compiled with hooks, to `plans`. Does nothing if these pack nothing."""
+        if not any(d.hook is not KEEP for plan in plans for d in plan.decisions):
+            return
+        if why := first_step.why_not(self.gm):
+            return first_step.not_compared(why)
+        self.written = aot.written_inputs()
+        graph, keep = records.Graph(), _InForce(Setting(KEEP, SCOPE), None, {}, None)
+        try:
+            with aot.second_compilation():
+                run = compiled_with(self.gm, keep, graph, repeats=True)
+        except RuntimeError as e:  # the graph with hooks is fine
+            return first_step.not_compared(f"it can't be compiled without hooks ({type(e).__name__}: {e})")
+        if graph.plans:
+            self.run, self.plans = run, [*plans, graph.plans[-1]]
+
+    def beside(
+        self, compiled: _Compiled, limit: float, settings: Sequence[Setting], listed: list[Plan] | None
+    ) -> _Compiled:
+        """`compiled`, whose first gradients are compared with those without hooks."""
+        if self.run is None:
+            return compiled
+        *plans, plan = self.plans
+        checked = first_step.Checked(
+            limit, settings, self.code, plans, listed, (self.run, plan), self.names, set(self.written)
+        )
+        return functools.partial(checked, compiled)
 
 
 def _guard_hooks_of_others() -> None:
@@ -428,6 +482,7 @@ def planning_partition(
     inputs: Sequence[Any],
     live: bool,
     at_run_time: bool = False,
+    unpacked: Unpacked = NOTHING,
 ) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """A partition function for AOTAutograd: torch's min-cut partition, then the rewrite.
 
@@ -439,6 +494,7 @@ def planning_partition(
         inputs: of Dynamo's graph.
         live: plans have the bytes alive along both graphs, before and after the rewrite.
         at_run_time: the host runs each kernel, so `offload` decides then what it sends; a budget has decided already.
+        unpacked: saved tensors that stay as they are; a budget rounds none of them.
     """
 
     rule = None if hooks.setting is None else hooks.setting.rule
@@ -483,17 +539,18 @@ def planning_partition(
 
         def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Trace | None = None) -> Plan:
             settings: dict[str, Any] = {"ambient": setting, "regions": hooks.regions}
+            settings["unpacked"] = unpacked if trace is None else NOTHING  # a budget has heeded it
             plan = rewrite(fw, bw, for_inductor=fused, trace=trace, at_run_time=at_run_time, **settings, **parts)
             donated[number] = donated[number] and not crosses_twice(fw, kwargs["num_fwd_outputs"])
             return plan
 
         if hooks.setting is not None and budgeted:
-            own: dict[str, Any] = {"fused": fused, "launched": at_run_time}
+            own: dict[str, Any] = {"fused": fused, "launched": at_run_time, "unpacked": unpacked}
             with without_collections():
                 fw, bw, plan = partition_within(
                     joint, split, lambda: (first[0].live, first[0].ms), rewritten, hooks.setting, **own, **parts
                 )
-            plans.append(with_casts(plan, first[0].casts))
+            plans.append(with_casts(with_reasons(plan, unpacked), first[0].casts))
             return finished(fw, bw)
         fw, bw = split()
         plan = with_casts(rewritten(fw, bw, hooks.setting), first[0].casts)

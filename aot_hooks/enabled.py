@@ -43,7 +43,13 @@ _borrows: Memo[bool] = Memo()  # wrappers of functions for which Dynamo runs gra
 
 @dynamo.outermost_runs_in_python
 @names_arguments
-def enable(policy: Any = None, *, scope: str | None = None, options: Mapping[str, Any] | None = None) -> Enabled:
+def enable(
+    policy: Any = None,
+    *,
+    scope: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    check: bool | float = False,
+) -> Enabled:
     """Compile by this package what `torch.compile` gives to torch's own backend "inductor".
 
     It takes effect at once, for calls in the whole process, until `disable()` of what it returns is called or a `with`
@@ -55,6 +61,8 @@ def enable(policy: Any = None, *, scope: str | None = None, options: Mapping[str
         scope: the scope of `policy`; "donated" by default.
         options: other options of the backend, see `Options`; "inductor" has settings that `torch.compile(options=...)`
             of the function overrides.
+        check: compare the gradients of the first step with those without hooks, see docs/check.md. A number is the
+            limit of the relative error, 0.1 by default.
 
     May be nested; the innermost counts. `aot_hooks.disable()` ends all. Other backends are left alone. A call of a
     compiled function raises what backend="aot_hooks" raises, wrapped by Dynamo.
@@ -68,7 +76,7 @@ def enable(policy: Any = None, *, scope: str | None = None, options: Mapping[str
     Warns:
         UnusedWarning: on its end, if no graph that "inductor" compiles has run while it was the innermost.
     """
-    return Enabled(policy, scope, options)
+    return Enabled(policy, scope, options, check)
 
 
 def disable() -> None:
@@ -80,11 +88,13 @@ def disable() -> None:
 class Enabled:
     """What `enable` returns: a context manager, which may be entered once, and a switch."""
 
-    def __init__(self, policy: Any, scope: str | None, options: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, policy: Any, scope: str | None, options: Mapping[str, Any] | None, check: bool | float = False
+    ) -> None:
         global _end
         if dynamo_backends.in_compiled_function():
             raise OptionError("enable was called inside a compiled function; call it around the compiled call")
-        self.options = Options.parse(with_arguments(policy, scope, options))
+        self.options = Options.parse(with_arguments(policy, scope, options, check))
         self.thread = threading.current_thread()
         self.is_called = False  # a function compiled for "inductor" was called while this was the innermost
         self._left_before = dynamo.left_to_python()
@@ -97,7 +107,7 @@ class Enabled:
         if self.setting is not None:
             self.pair = None if described(policy).frozen else pair_of(self.setting)
             which = self.setting.key if self.pair is None else f"pair {self.pair.number}"
-        others = sorted((name, repr(value)) for name, value in (options or {}).items())
+        others = sorted((name, repr(value)) for name, value in {"check": check, **(options or {})}.items())
         self.key = f"{which} {others}"
         with _lock:
             for ended in [each for each in _open if not each.thread.is_alive()]:  # nobody else will

@@ -76,6 +76,10 @@ class CacheWarning(UserWarning):
     """A compiled graph cannot be cached, or a stored one cannot be used; results are not affected."""
 
 
+class GradientWarning(UserWarning):
+    """Gradients with hooks are further from those without than the limit of `check`, or could not be compared."""
+
+
 class RecompileWarning(UserWarning):
     """A hook or policy holds a value that changes from step to step, so each step compiles."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ from . import cudagraphs
 from .errors import OptionError, did_you_mean
 from .settings.setting import SCOPES, check_rule
 from .torch_private import inductor
+
+# of `check=True`: float8 and int8 move gradients of trained networks by less than half of it (docs/hooks.md)
+LIMIT = 0.1
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Options:
     scope: str = "donated"  # of `policy`
     inductor: Mapping[str, Any] | None = None  # config patches
     recompute_pointwise: bool = False  # also what a product of the backward reads, see docs/hooks.md
+    check: bool | float = False  # compare the first step's gradients with those without hooks; or the limit of that
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:
@@ -45,6 +50,7 @@ class Options:
             raise OptionError(
                 f"options['recompute_pointwise'] must be True or False, got {parsed.recompute_pointwise!r}"
             )
+        check_limit(parsed.check)
         cudagraphs.capture_options(parsed.inner, parsed.cudagraphs)
         if parsed.policy is not None:
             check_rule(parsed.policy, "options['policy'] must be a policy or a Hook")
@@ -56,12 +62,30 @@ class Options:
         return parsed
 
 
-def with_arguments(policy: Any, scope: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options of a function for which `policy` and `scope` are arguments. Raises `OptionError` for a wrong one."""
+def check_limit(check: Any) -> float | None:
+    """The relative error above which `check` warns; None if nothing is to be compared. Raises `OptionError`."""
+    if isinstance(check, bool):
+        return LIMIT if check else None
+    if isinstance(check, float) and 0 < check < math.inf:
+        return check
+    raise OptionError(
+        f"check must be True (warn of gradients that are more than {LIMIT} off), another limit such as 0.05, or False; "
+        f"got {check!r}"
+    )
+
+
+def with_arguments(
+    policy: Any, scope: str | None, options: Mapping[str, Any] | None, check: bool | float = False
+) -> dict[str, Any]:
+    """The options of a function for which `policy`, `scope` and `check` are arguments; `check` may be in `options` in
+    its place. Raises `OptionError` for a wrong one."""
     values = _as_dict(options)
-    if wrong := [name for name in ("policy", "scope") if name in values]:
+    twice = ("policy", "scope") if check is False else ("policy", "scope", "check")
+    if wrong := [name for name in twice if name in values]:
         raise OptionError(f"options has {wrong[0]!r}, which is an argument beside it: pass {wrong[0]}=... instead")
     values |= {"policy": policy} if scope is None else {"policy": policy, "scope": scope}
+    if check is not False:
+        values["check"] = check
     Options.parse(values)
     return values
 

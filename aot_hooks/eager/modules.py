@@ -77,6 +77,11 @@ def roots() -> dict[str, str]:
     return found
 
 
+def running_modules() -> list[nn.Module]:
+    """The modules whose call is on this thread's stack, outermost first."""
+    return _running(sys._getframe(1))
+
+
 def _running(frame: FrameType | None) -> list[nn.Module]:
     """The modules whose call `frame` is part of, outermost first."""
     modules: list[nn.Module] = []

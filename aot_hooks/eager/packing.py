@@ -141,6 +141,13 @@ def _unchanged(value: EagerValue) -> torch.Tensor:
     return tensor
 
 
+def rounded_by(hook: Hook, x: torch.Tensor) -> torch.Tensor:
+    """What a reader in the backward gets in place of `x`: packed and unpacked by `hook`."""
+    value = EagerValue(x, hook)
+    _pack(value)
+    return unpack_eager(value)
+
+
 def has_pending() -> bool:
     """Whether values of this thread wait to be packed."""
     return bool(_local.pending)

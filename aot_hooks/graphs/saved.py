@@ -95,6 +95,23 @@ class SavedTensor:
         return f"'{self.name}' {dtype}[{', '.join(map(str, self.shape))}]{where}"
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What equal layers have in common for a saved tensor: all of its row but sizes and the numbers of the layers."""
+
+    op: str
+    module_path: str  # "layers.*.mlp"
+    source_line: str
+    dtype: torch.dtype
+    dim: int
+    backward_ops: tuple[str, ...]
+
+    @staticmethod
+    def of(saved: SavedTensor) -> Kind:
+        path = ".".join("*" if part.isdigit() else part for part in saved.module_path.split("."))
+        return Kind(saved.op, path, saved.source_line, saved.dtype, len(saved.shape), saved.backward_ops)
+
+
 @dataclass(eq=False)
 class SavedValue:
     """A saved tensor: its forward node, its backward placeholder, its row, and its reads that are not smooth."""

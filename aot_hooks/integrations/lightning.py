@@ -24,9 +24,14 @@ class AotHooksCallback(Callback):  # type: ignore[misc, unused-ignore]  # no typ
     """
 
     def __init__(
-        self, policy: Any = None, *, scope: str | None = None, options: Mapping[str, Any] | None = None
+        self,
+        policy: Any = None,
+        *,
+        scope: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        check: bool | float = False,
     ) -> None:
-        self.training = Training(policy, scope=scope, options=options)
+        self.training = Training(policy, scope=scope, options=options, check=check)
         self._step = 0  # of the trainer, when the batch began
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

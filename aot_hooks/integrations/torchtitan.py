@@ -34,8 +34,11 @@ class HooksMetrics(MetricsProcessor):  # type: ignore[misc, unused-ignore]  # no
         options: Annotated[Any, tyro.conf.Suppress] = None
         """Options of the backend, see `aot_hooks.enable`"""
 
+        check: Annotated[Any, tyro.conf.Suppress] = False
+        """Compare the gradients of the first step with those without hooks, see `aot_hooks.enable`"""
+
     def __init__(self, config: Config, **arguments: Any) -> None:
-        self.training = Training(config.policy, scope=config.scope, options=config.options)
+        self.training = Training(config.policy, scope=config.scope, options=config.options, check=config.check)
         super().__init__(config, **arguments)
         self.training.start()
 

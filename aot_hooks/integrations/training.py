@@ -33,10 +33,20 @@ class Training:
     wrong one."""
 
     def __init__(
-        self, policy: Any = None, *, scope: str | None = None, options: Mapping[str, Any] | None = None
+        self,
+        policy: Any = None,
+        *,
+        scope: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        check: bool | float = False,
     ) -> None:
-        with_arguments(policy, scope, options)  # raises now, not when the training begins
-        self._arguments: dict[str, Any] = {"policy": policy, "scope": scope, "options": dict(options or {})}
+        with_arguments(policy, scope, options, check)  # raises now, not when the training begins
+        self._arguments: dict[str, Any] = {
+            "policy": policy,
+            "scope": scope,
+            "options": dict(options or {}),
+            "check": check,
+        }
         self._enabled: Enabled | None = None
         self._end: Any = None
         self._has_run = self._has_warned = False  # a graph with gradients has run; a batch without any was warned of

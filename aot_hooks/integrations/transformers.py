@@ -48,9 +48,14 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
     """
 
     def __init__(
-        self, policy: Any = None, *, scope: str | None = None, options: Mapping[str, Any] | None = None
+        self,
+        policy: Any = None,
+        *,
+        scope: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        check: bool | float = False,
     ) -> None:
-        self.training = Training(policy, scope=scope, options=options)
+        self.training = Training(policy, scope=scope, options=options, check=check)
 
     def add_to(self, trainer: Trainer) -> AotHooksCallback:
         """Add this callback to `trainer`, before its trackers, so that they log its numbers. Returns it.

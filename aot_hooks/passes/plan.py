@@ -20,7 +20,7 @@ from ..errors import OptionError
 from ..graphs.backward_reads import FoundRead
 from ..graphs.layout import in_memory_order, is_contiguous
 from ..graphs.nodes import PACKED, REGION, annotation, producer, region_body, region_output, seen_from, view_source
-from ..graphs.saved import Boundary, SavedTensor, SavedValue
+from ..graphs.saved import Boundary, Kind, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..library.lossless import compare_hook
 from ..offloading.hook import unrounded
@@ -202,6 +202,32 @@ class Choice:
         return replace(self, uses=uses, reason=reason, **unpacked)
 
 
+@dataclass(frozen=True)
+class Unpacked:
+    """Saved tensors that stay as they are, whatever the settings choose: those of some kinds, or all.
+
+    Attributes:
+        kinds: each with the reason.
+        everything: the reason why all stay; "" if they don't.
+    """
+
+    kinds: tuple[tuple[Kind, str], ...] = ()
+    everything: str = ""
+
+    def why(self, saved: SavedTensor) -> str:
+        """Why `saved` stays; "" if the settings decide."""
+        return self.everything or dict(self.kinds).get(Kind.of(saved), "")
+
+
+NOTHING = Unpacked()
+
+
+def with_reasons(plan: Plan, unpacked: Unpacked) -> Plan:
+    """`plan`, that of a budget which rounds nothing of `unpacked`, with these reasons beside its own."""
+    rows = [(d, unpacked.why(d.saved) if d.saved.dtype.is_floating_point else "") for d in plan.decisions]
+    return replace(plan, decisions=tuple(replace(d, reason=f"{d.reason}; {why}") if why else d for d, why in rows))
+
+
 def repeats_across_regions(graph: torch.fx.Graph) -> bool:
     """Whether two nodes of a joint graph are the same operator on the same values, but in different regions.
 
@@ -220,9 +246,14 @@ def repeats_across_regions(graph: torch.fx.Graph) -> bool:
 
 
 def decide(
-    boundary: Boundary, ambient: Setting | None, regions: Mapping[str, Setting], *, for_inductor: bool
+    boundary: Boundary,
+    ambient: Setting | None,
+    regions: Mapping[str, Setting],
+    unpacked: Unpacked = NOTHING,
+    *,
+    for_inductor: bool,
 ) -> tuple[Choice, ...]:
-    """Choose a hook for each reader of each saved value.
+    """Choose a hook for each reader of each saved value. What `unpacked` names stays as it is.
 
     A reader inside a region of the program follows the region's setting, any other the ambient one. One storage is
     packed once: of several views of it one is packed, and if one must stay all stay. A lossy hook takes a value only if
@@ -232,6 +263,8 @@ def decide(
     runs operator by operator real strides may be others, so the operators that made the view run again.
     """
     choices = [_choose(value, ambient, regions) for value in boundary.tensors]
+    if unpacked != NOTHING:
+        choices = [c.kept(why) if c.packs and (why := unpacked.why(c.value.row)) else c for c in choices]
     by_storage: dict[int, list[Choice]] = defaultdict(list)
     for choice in choices:
         by_storage[choice.value.row.storage].append(choice)

@@ -30,7 +30,7 @@ from .answers import ANSWERS, add_answers
 from .dedup_copies import dedup_copies
 from .edits import log, show
 from .inline import inline, lift_constants
-from .plan import UNCOPIED, Choice, Decision, Plan, decide
+from .plan import NOTHING, UNCOPIED, Choice, Decision, Plan, Unpacked, decide
 from .split import split_decisions
 from .units import Packing, Trace, Unit, bytes_of, choose_positions, trace_units, tracer
 from .view_regions import label_views
@@ -48,6 +48,7 @@ def rewrite(
     roots: Mapping[str, str] = MappingProxyType({}),
     trace: Trace | None = None,
     at_run_time: bool = False,
+    unpacked: Unpacked = NOTHING,
 ) -> Plan:
     """Put the hooks of `ambient` and `regions` into both graphs, in place.
 
@@ -59,6 +60,7 @@ def rewrite(
         roots: modules by Dynamo's names for them, see `modules.roots`.
         trace: the `tracer` of a budget, which plans positions and bytes; None: a new one, without a budget.
         at_run_time: calls of the graphs decide what `offload(across_graphs=True)` sends.
+        unpacked: saved tensors that stay as they are.
 
     Raises HookContractError, HookTraceError, PolicyError, UnsupportedGraphError.
     """
@@ -68,7 +70,7 @@ def rewrite(
         label_views(bw.graph)
     split_decisions(bw)
     cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
-    choices = decide(cross, ambient, regions, for_inductor=for_inductor)
+    choices = decide(cross, ambient, regions, unpacked, for_inductor=for_inductor)
     cross, choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)
     choices = dedup_copies(choices, cross.kept_storages)
     choices, units = trace_units(choices, trace or tracer(for_inductor), for_inductor=for_inductor)

@@ -42,7 +42,7 @@ from ..offloading.hook import offload
 from ..offloading.schedule import Transfer
 from ..offloading.transfers import COPIES
 from ..passes.live_bytes import LivePoint, live_bytes
-from ..passes.plan import decide
+from ..passes.plan import NOTHING, Unpacked, decide
 from ..passes.trace import TracedHook
 from ..passes.units import Trace, trace_units
 from ..settings.setting import Setting, out_of_scope
@@ -71,6 +71,7 @@ class Graphs:
     fused: bool
     trace: Trace
     launched: bool = True  # the host launches each kernel, not a CUDA graph
+    unpacked: Unpacked = NOTHING  # saved tensors that no hook may round
 
     @functools.cached_property
     def boundary(self) -> Boundary:
@@ -230,7 +231,8 @@ def _hook_options(
     on_gpu = [group[0].row.device.type == "cuda" for group in groups]
     ours = dataclasses.replace(graphs.boundary, tensors=[value for group in groups for value in group])
     for name, rule in _rules(tuple(allow), max_error).items():
-        choices = decide(ours, Setting(rule, scope), {}, for_inductor=graphs.fused)
+        unpacked = graphs.unpacked if _error_of(name) else NOTHING
+        choices = decide(ours, Setting(rule, scope), {}, unpacked, for_inductor=graphs.fused)
         choices, units = trace_units(choices, graphs.trace, for_inductor=graphs.fused)
         packed = {choice.value: choice for choice in choices if choice.packs}
         unit_of = {unit.saved: unit for unit in units}

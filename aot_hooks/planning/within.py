@@ -27,7 +27,7 @@ from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..passes.answers import in_plans_only
 from ..passes.live_bytes import LivePoint
-from ..passes.plan import Decision, InStep, Plan
+from ..passes.plan import NOTHING, Decision, InStep, Plan, Unpacked
 from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
@@ -79,6 +79,7 @@ def partition_within(
     roots: Mapping[str, str],
     fused: bool,
     launched: bool,
+    unpacked: Unpacked = NOTHING,
 ) -> _Planned:
     """The two graphs with the budget of `setting` met, and their plan with live bytes and times.
 
@@ -87,6 +88,7 @@ def partition_within(
         without_hooks: the live bytes and the milliseconds of the graphs as torch partitions them, once `split` ran.
         rewrite: puts the hooks of a setting into two graphs, in place.
         launched: the host launches each kernel, not a CUDA graph.
+        unpacked: saved tensors that no hook may round.
 
     Raises:
         BudgetError: no choice stays under the peak.
@@ -96,7 +98,7 @@ def partition_within(
     trace = tracer(fused)
 
     def graphs() -> Graphs:
-        return Graphs(*split(), num_fwd_outputs, tuple(static_inputs), roots, fused, trace, launched)
+        return Graphs(*split(), num_fwd_outputs, tuple(static_inputs), roots, fused, trace, launched, unpacked)
 
     within = functools.partial(_partition, joint, graphs, without_hooks, rewrite, setting)
     strict = replace(budget, lenient=False)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..backend import with_options
+from ..check.comparison import VANISHING
 from ..context.entering import saved_tensors_policy
 from ..context.pairs import ambient
 from ..errors import OptionError
@@ -35,7 +36,6 @@ from .trial import reachable_values, signature_of, trial, unwrap_compiled
 
 _SAME, _ROUNDED = 1e-6, 1e-2  # error of outputs: equal up to rounding; low precision and another fusion
 _SHOWN = 40  # rows of a printed report
-_ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-7, torch.float16: 1e-4, torch.bfloat16: 1e-4}
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def check_gradients(
         HookContractError, HookTraceError, PolicyError: as compiling does.
     """
     fn, options, dynamic = unwrap_compiled("check_gradients", fn)
-    options |= {"inner": inner or options.get("inner", "inductor"), "cudagraphs": False}
+    options |= {"inner": inner or options.get("inner", "inductor"), "cudagraphs": False, "check": False}
     own_policy = options.pop("policy", None)
     if policy is None and autograd.top_hooks() is None:
         if own_policy is None:
@@ -247,7 +247,7 @@ def _cotangent(output: torch.Tensor) -> torch.Tensor:
 
 def _row(name: str, g0: torch.Tensor, g: torch.Tensor, total_norm: float) -> GradientRow:
     norm, error = _norm([g0]), _error([(g0, g)])
-    vanishes = norm < _ROUNDING.get(g0.dtype, 0.0) * total_norm
+    vanishes = norm < VANISHING.get(g0.dtype, 0.0) * total_norm
     return GradientRow(name, tuple(g0.shape), g0.dtype, norm, error, _is_finite(g), _is_finite(g0), vanishes)
 
 

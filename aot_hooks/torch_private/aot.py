@@ -54,6 +54,10 @@ PROTOCOLS = {
     "a second backward (retain_graph)": {
         "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": "bw_donated_idxs",
     },
+    "options['check']": {
+        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": "input_info",
+        "torch._functorch._aot_autograd.schemas.InputAliasInfo": "mutates_data mutates_storage_metadata",
+    },
 }
 
 need = needing(SYMBOLS)
@@ -185,6 +189,26 @@ def isolated_compilation() -> Iterator[None]:
     context = need("torch._guards.TracingContext").try_get()
     with contextlib.nullcontext() if context is None else need("torch._guards.tracing")(copy.copy(context)):
         yield
+
+
+@contextlib.contextmanager
+def second_compilation() -> Iterator[None]:
+    """`isolated_compilation`, also where torch cuts a graph for DDP; 2.11 to 2.15.
+
+    There the first call of what is compiled returns fake tensors, and each lazy compilation of a backward counts as
+    that of the next part. This compilation has real tensors from the first call, and is not counted.
+    """
+    with isolated_compilation():
+        context = need("torch._guards.TracingContext").try_get()  # a copy
+        if cuts_for_ddp():
+            context.fakify_first_call, context.ddp_optimizer_ctx = False, None
+        yield
+
+
+def written_inputs() -> tuple[int, ...]:
+    """Inputs of the graph that was compiled last, or taken from the cache, that it writes to; 2.11 to 2.15."""
+    infos = getattr(compilers.forward_metadata(need=need), "input_info", ())
+    return tuple(i for i, info in enumerate(infos) if info.mutates_data or info.mutates_storage_metadata)
 
 
 def cuts_for_ddp() -> bool:

@@ -31,6 +31,7 @@ SYMBOLS = {
     "tensors that offload leaves on the device": "torch._C._autograd._get_current_graph_task_keep_graph",
     "steps of many calls under a budget": "torch._C._current_graph_task_id "
     "torch._dynamo.compiled_autograd torch.autograd.Variable._execution_engine",
+    "options['check']": "torch._dynamo.compiled_autograd torch.autograd.Variable._execution_engine",
 }
 PROTOCOLS = {
     "policies by module in eager parts": {"torch.autograd.graph.Node torch._C._FunctionBase": "_sequence_nr"},
@@ -197,7 +198,7 @@ def at_end_of_backward(
         on_run: called in place of `on_release` when the backward has run for the first time.
         on_retained: called before that if that backward keeps the saved tensors, as with `retain_graph=True`.
     """
-    if (node := _node_behind(outputs)) is None:
+    if (node := node_behind(outputs)) is None:
         return False
     token = _Token()
     once = weakref.finalize(token, on_release)
@@ -223,7 +224,7 @@ def _begins(
         if once.detach() is not None:
             call()
 
-    if need("torch._dynamo.compiled_autograd").in_compiled_autograd_region:  # calls nothing when a pass ends
+    if in_compiled_autograd():  # calls nothing when a pass ends
         return ended()
     key = current_backward(), threading.get_ident()
     if (found := _passes.get(key)) is None:
@@ -232,7 +233,7 @@ def _begins(
     found.begins(node, ended, token)
 
 
-def _node_behind(outputs: Any) -> Any:
+def node_behind(outputs: Any) -> Any:
     """The autograd node of the compiled graph behind a tensor in `outputs`, or behind its view's base; None without.
 
     AOTAutograd makes a class for each graph, which alone has an `_aot_id` (2.11 to 2.15).
@@ -244,3 +245,52 @@ def _node_behind(outputs: Any) -> Any:
         if node is not None:
             return node
     return None
+
+
+# --- a backward that runs a second time, without hooks ----------------------------------------------------------------
+
+
+def in_compiled_autograd() -> bool:
+    """Whether the backward that runs is one that torch compiles as a whole."""
+    return bool(need("torch._dynamo.compiled_autograd").in_compiled_autograd_region)
+
+
+def at_end_of_pass(call: Callable[[], None]) -> None:
+    """Have autograd call `call` when the backward pass that runs has ended. It is dropped if the pass fails."""
+    need("torch.autograd.Variable._execution_engine").queue_callback(untraced(call))
+
+
+@contextlib.contextmanager
+def innermost_hooks(pack: _Pack, unpack: _Unpack) -> Iterator[None]:
+    """A pair of functions as the innermost hooks of this thread, also where hooks are disabled."""
+    before = disabled_because()
+    if before is not None:
+        allow_hooks()
+    push(pack, unpack)
+    try:
+        yield
+    finally:
+        hide_plain_hooks(before)
+
+
+class Rerun:
+    """The backward of one autograd node, by itself, as often as it is called.
+
+    `leaves`: tensors that it has gradients for. They only tell autograd that it must run the node.
+    """
+
+    def __init__(self, node: Any, leaves: Sequence[torch.Tensor]) -> None:
+        self.node, self.leaves = node, leaves
+        self._found: tuple[torch.Tensor | None, ...] = ()
+        node.register_hook(self._note)
+
+    def _note(self, inputs: tuple[torch.Tensor | None, ...], _outputs: Any) -> None:
+        self._found = inputs
+
+    def __call__(self, incoming: Sequence[torch.Tensor | None], *, keep: bool) -> tuple[torch.Tensor | None, ...]:
+        """The gradients that the node passes on, by position, for those that come in. `keep`: it may run again."""
+        edges = [torch.autograd.graph.GradientEdge(self.node, i) for i, g in enumerate(incoming) if g is not None]
+        given = [g for g in incoming if g is not None]
+        torch.autograd.grad(edges, self.leaves, given, retain_graph=keep, allow_unused=True)
+        found, self._found = self._found, ()
+        return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import re
 import sys
 import traceback
 import types
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.fx import GraphModule
 
 from cudagraph.torch_private import compilers
 
@@ -200,6 +202,21 @@ def invalidate(code: types.CodeType, why: str, backend: str | None = None) -> No
         ours = backend is None or getattr(entry.backend, "compiler_name", "") == backend
         if ours and (state := entry.guard_manager.extra_state) is not None:
             state.invalidate(entry, deleted(why))
+
+
+def names_of_inputs(gm: GraphModule) -> list[str]:
+    """What each input of a graph of Dynamo is called in the program: "layers.0.weight" for an attribute of a module.
+
+    Dynamo notes where it found an input: `L['self']._modules['layers']._modules['0']._parameters['weight']`.
+    """
+    names = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source = getattr(getattr(node, "_dynamo_source", None), "name", node.name)
+        text = source if isinstance(source, str) else source()  # a method before 2.13
+        text = re.sub(r"(?:\._(?:modules|parameters|buffers))?\['?([^'\]]*)'?\]", r".\1", re.sub(r"^[LG]", "", text))
+        parts = [part for part in text.split(".") if part not in ("", "_orig_mod")]
+        names.append(".".join(parts[1:] or parts))  # the first one is a variable
+    return names
 
 
 def frame_being_compiled() -> tuple[dict[str, Any], Any]:

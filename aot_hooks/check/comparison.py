@@ -1,0 +1,123 @@
+"""How far gradients are from those without hooks. Sums of squares are taken on the device, piece by piece.
+
+gradients, references --off--> Off of each --Error.of--> all parameters together, all others together, the worst
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+_ONE = 5  # limits that one parameter may be off by: at 0.1 half of its gradient, as small gradients are mostly rounding
+_PIECE = 1 << 24  # elements that are compared at once: 64 MiB of float32 beside gradients that fill the device
+# smallest norm of a gradient that means something, as a share of the norm of all: what is below it is rounding
+VANISHING = {torch.float64: 1e-14, torch.float32: 1e-7, torch.float16: 1e-4, torch.bfloat16: 1e-4}
+
+
+@dataclass(frozen=True)
+class Off:
+    """The gradient of one tensor: squares of its norm without hooks, and of the norm of its difference with hooks.
+
+    `is_leaf`: of a parameter, or another tensor that the user gets the gradient of. Others are passed on by autograd.
+    """
+
+    name: str
+    is_leaf: bool
+    dtype: torch.dtype
+    norm2: float
+    off2: float
+
+    @property
+    def error(self) -> float:
+        return _ratio([self])
+
+
+@dataclass(frozen=True)
+class Error:
+    """Relative errors.
+
+    Attributes:
+        leaves: of the gradients of all parameters together, without those that are not finite without hooks either.
+        passed_on: likewise of gradients that autograd passes on to what ran before.
+        worst: the gradient that is off most, without those that vanish; None if there is none.
+    """
+
+    leaves: float
+    passed_on: float
+    worst: Off | None
+
+    @staticmethod
+    def of(found: Iterable[Off]) -> Error:
+        known = [each for each in found if math.isfinite(each.norm2)]
+        leaves = [each for each in known if each.is_leaf]
+        total = math.sqrt(sum(each.norm2 for each in known))
+        named = [o for o in leaves or known if math.sqrt(o.norm2) > VANISHING.get(o.dtype, 0.0) * total]
+        passed_on = [each for each in known if not each.is_leaf]
+        return Error(_ratio(leaves), _ratio(passed_on), max(named, key=lambda each: each.error, default=None))
+
+    @property
+    def most(self) -> float:
+        return max(self.leaves, self.passed_on)
+
+    def above(self, limit: float) -> bool:
+        return self.most > limit or (self.worst is not None and self.worst.error > _ONE * limit)
+
+
+def _ratio(found: Sequence[Off]) -> float:
+    off2, norm2 = sum(each.off2 for each in found), sum(each.norm2 for each in found)
+    if math.isnan(off2):
+        return math.inf
+    return math.sqrt(off2 / norm2) if norm2 else math.inf if off2 else 0.0
+
+
+def off(
+    names: Sequence[tuple[str, bool]], without: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]
+) -> list[Off]:
+    """The errors of the gradients `found`, beside those `without` hooks; no gradient counts as zeros.
+
+    `names`: of each gradient, and whether it is a leaf's.
+    """
+    both = [each for each in zip(names, without, found, strict=True) if each[1] is not None or each[2] is not None]
+    sums = [_squares(g0, g) for _, g0, g in both]
+    numbers = [each.tolist() for each in sums]
+    return [
+        Off(name, is_leaf, (g0 if g0 is not None else g).dtype, *pair)  # type: ignore[union-attr]
+        for ((name, is_leaf), g0, g), pair in zip(both, numbers, strict=True)
+    ]
+
+
+@torch.no_grad()
+def _squares(without: torch.Tensor | None, found: torch.Tensor | None) -> torch.Tensor:
+    """f64[2]: squares of the norm of `without`, and of that of the difference."""
+    one = without if without is not None else found
+    assert one is not None
+    pairs = zip(_pieces(one, without), _pieces(one, found), strict=True)
+    both = [torch.stack([_square(a), _square(b - a)]) for a, b in pairs]
+    return torch.stack(both).sum(0) if both else torch.zeros(2, dtype=torch.float64)
+
+
+def _pieces(like: torch.Tensor, gradient: torch.Tensor | None) -> Iterable[torch.Tensor]:
+    """The numbers of a gradient, as float32 or float64, in pieces along its first dimension."""
+    local = getattr(like, "to_local", None)  # each process of a DTensor looks at its own part
+    like = like if local is None else local()
+    rows = like.shape[0] if like.dim() else 1
+    step = max(1, _PIECE * rows // max(1, like.numel()))
+    wide = torch.float64 if like.dtype in (torch.float64, torch.complex128) else torch.float32
+    if gradient is not None and local is not None:
+        gradient = gradient.to_local()  # type: ignore[attr-defined]
+    for begin in range(0, rows, step):
+        part = like[begin : begin + step] if like.dim() else like
+        if gradient is None:
+            yield torch.zeros(1, dtype=wide, device=like.device)
+            continue
+        part = gradient[begin : begin + step] if gradient.dim() else gradient
+        part = part.to_dense() if part.layout is not torch.strided else part
+        yield (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).to(wide)
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+    return norm.square()
