@@ -311,7 +311,7 @@ def _compile_graph(
     if version is not None and tight_run is not None:
         compiled = many.by_call(compiled, tight_run, version)
     if checked is not None and limit is not None:
-        compiled = checked.beside(compiled, limit, asked.settings, known)
+        compiled = checked.beside(compiled, limit, asked.settings, known, left)
     if known is not None:
         known.extend(graph.plans)
     if listed is not None:
@@ -347,14 +347,19 @@ class _Without:
             self.run, self.plans = run, [*plans, graph.plans[-1]]
 
     def beside(
-        self, compiled: _Compiled, limit: float, settings: Sequence[Setting], listed: list[Plan] | None
+        self,
+        compiled: _Compiled,
+        limit: float,
+        settings: Sequence[Setting],
+        listed: list[Plan] | None,
+        left: Unpacked,
     ) -> _Compiled:
         """`compiled`, whose first gradients are compared with those without hooks."""
         if self.run is None:
             return compiled
         *plans, plan = self.plans
         checked = first_step.Checked(
-            limit, settings, self.code, plans, listed, (self.run, plan), self.names, set(self.written)
+            limit, settings, self.code, plans, listed, (self.run, plan), self.names, set(self.written), left
         )
         return functools.partial(checked, compiled)
 

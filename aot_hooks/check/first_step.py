@@ -23,7 +23,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -100,6 +100,7 @@ class Checked:
         without: the same graph compiled without hooks, and its plan.
         names: what the graph's inputs are called in the program.
         written: inputs that the forward writes to.
+        left: what stayed unpacked when the graph was compiled.
         done: compared, or given up.
         gives_up: the function can't be compiled again, so the graph without hooks runs from now on.
     """
@@ -112,6 +113,7 @@ class Checked:
     without: tuple[Callable[..., Any], Plan]
     names: Sequence[str]
     written: set[int]
+    left: Unpacked
     done: bool = False
     gives_up: bool = False
 
@@ -133,24 +135,20 @@ class Checked:
 
     def leave(self, causes: Causes, error: Error) -> None:
         """Have the function compiled again without the hooks of `causes`; if nothing explains it, without any."""
-        key = _asked(self.settings)
-        reason = f"check: gradients were {error.most:.2g} off with it"
+        reason = "check: gradients were {:.2g} off with it"
+        kinds = {Kind.of(kinds.saved): reason.format(alone) for kinds, alone in causes.found}
+        everything = "" if kinds else f"{reason.format(error.most)}, and no rounding explains that"
+        if self.code is None or not (kinds.keys() - dict(self.left.kinds) if kinds else not self.left.everything):
+            self.gives_up = True
+            return
         with _lock:
-            before = unpacked(self.code, self.settings)
-            if causes.found:
-                kinds = {
-                    Kind.of(kinds.saved): f"check: gradients were {e:.2g} off with it" for kinds, e in causes.found
-                }
-                after = replace(before, kinds=tuple({**dict(before.kinds), **kinds}.items()))
-            else:
-                after = replace(before, everything=f"{reason}, and no rounding explains that")
             known = _unpacked.get(self.code) or _unpacked.set(self.code, {})
-            known[key] = after
-            self.gives_up = before == after or self.code is None
-            if not self.gives_up:
-                self.gives_up = not dynamo.compile_anew(self.code, while_running=True)  # type: ignore[arg-type]
-            if self.listed is not None and not self.gives_up:
-                self.listed[:] = [p for p in self.listed if not any(p is own for own in self.plans)]
+            before = known.get(_asked(self.settings), NOTHING)
+            merged = tuple({**dict(before.kinds), **kinds}.items())
+            known[_asked(self.settings)] = Unpacked(merged, before.everything or everything)
+        self.gives_up = not dynamo.compile_anew(self.code, while_running=True)
+        if self.listed is not None and not self.gives_up:
+            self.listed[:] = [p for p in self.listed if not any(p is own for own in self.plans)]
 
 
 @dataclass(eq=False)
@@ -354,22 +352,26 @@ class _Pass:
         calls = "" if self.count == 1 else f" ({self.count} compiled calls, compared one by one)"
         worst = "" if error.worst is None else f"; worst {error.worst.name} {error.worst.error:.2g}"
         log.info("check: gradients are within %.2g of those without hooks%s%s", error.leaves, worst, calls)
+        messages: dict[Any, str] = {}
         for wrong in _once_each(self.wrong):
             wrong.checked.leave(wrong.causes, wrong.error)
-            warn_user(_message(wrong), GradientWarning)
+            same = (wrong.checked.code, frozenset(Kind.of(kinds.saved) for kinds, _ in wrong.causes.found))
+            messages.setdefault(same, _message(wrong))  # a function may have several graphs
+        for message in messages.values():
+            warn_user(message, GradientWarning)
 
 
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 
 def _once_each(found: Sequence[_Wrong]) -> list[_Wrong]:
-    """The worst of each graph."""
+    """The worst call of each graph, the worst first."""
     worst: dict[Checked, _Wrong] = {}
     for each in found:
         known = worst.setdefault(each.checked, each)
         if each.error.most > known.error.most:
             worst[each.checked] = each
-    return list(worst.values())
+    return sorted(worst.values(), key=lambda each: each.error.most, reverse=True)
 
 
 def _message(wrong: _Wrong) -> str:
