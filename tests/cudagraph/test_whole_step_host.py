@@ -7,7 +7,7 @@ import array
 import functools
 import sys
 import types
-from collections import ChainMap, UserDict, deque
+from collections import ChainMap, OrderedDict, UserDict, deque
 
 import numpy
 import pytest
@@ -29,6 +29,7 @@ class Config:
         self.rate, self.names, self.queue, self.seen = 0.5, {"{odd}": 1}, deque([1]), {1}
         self.slotted, self.self = Slotted(), self
         self.slotted.rate = 1
+        self.empty, self.ordered = {}, OrderedDict(a=1, b=2)
 
     def method(self, x):
         return x * FACTOR * settings.factor
@@ -60,6 +61,9 @@ CHANGES = {
     "a new attribute": (lambda c: setattr(c, "more", 1), "config.more"),
     "a deleted attribute": (lambda c: delattr(c, "rate"), "config.rate"),
     "a dict": (lambda c: c.names.update({"{odd}": 2}), "config.names['{odd}']"),
+    "an empty dict": (lambda c: c.empty.update(a=1), "config.empty['a']"),
+    "the order of a dict": (lambda c: c.ordered.move_to_end("a"), "config.ordered, its order"),
+    "an item of a list": (lambda c: Config.shared.__setitem__(0, 3), "Config, shared[0]"),
     "a deque": (lambda c: c.queue.append(2), "config.queue[1]"),
     "a set": (lambda c: c.seen.add(2), "config.seen[1]"),
     "a slot": (lambda c: setattr(c.slotted, "rate", 2), "config.slotted, rate"),
@@ -96,6 +100,51 @@ def test_closures_defaults_and_partials():
     assert before.unchanged()
     read.__defaults__[0].append(2)
     assert "step.func.__defaults__[0][1]" in before.differences(HostState(roots, "cpu"))
+
+
+def test_another_class_of_an_object():
+    class Other(Config):
+        pass
+
+    config = Config()
+    before = HostState({"config": config}, "cpu")
+    config.__class__ = Other
+    assert not before.unchanged()
+    assert any("Other" in path for path in before.differences(HostState({"config": config}, "cpu")))
+    config.__class__ = Config
+    assert before.unchanged()
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [("__code__", (lambda x, scale: x).__code__), ("__defaults__", (2,)), ("__kwdefaults__", {"more": 2})],
+)
+def test_another_code_and_other_defaults_of_a_function(attribute, value):
+    def step(x, scale=1, *, more=1):
+        return x * scale * more
+
+    before, old = HostState({"step": step}, "cpu"), getattr(step, attribute)
+    setattr(step, attribute, value)
+    assert not before.unchanged() and before.differences(HostState({"step": step}, "cpu"))
+    setattr(step, attribute, old)
+    assert before.unchanged()
+
+
+def test_a_name_that_a_module_of_the_users_gets_later(monkeypatch):
+    """It is no name of the snapshot, so only the number of names shows it."""
+
+    def step(x):
+        return x * (settings.later if hasattr(settings, "later") else 1)
+
+    monkeypatch.setattr(host, "is_users", lambda filename: filename == __file__)
+    before = HostState({"step": step}, "cpu")
+    assert before.unchanged()
+    monkeypatch.setattr(settings, "later", 2, raising=False)
+    assert not before.unchanged()
+    (found,) = before.differences(HostState({"step": step}, "cpu")).items()
+    assert found == ("step, settings, later", "nothing became 2")
+    monkeypatch.undo()
+    assert before.unchanged()
 
 
 HOLDERS = {
