@@ -11,13 +11,13 @@ READY := $(VENV)/.ready
 PINS  := constraints/common.txt $(wildcard constraints/torch-$(TORCH).txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test integrations torchtitan docs lint format types clean
+.PHONY: help demo test test-all integrations torchtitan docs lint format types clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  TORCH=$(TORCH)  the torch to use; others: $(filter-out $(TORCH),$(patsubst constraints/torch-%.txt,%,$(wildcard constraints/torch-*.txt)))"
-	@echo "  ARGS=...      more arguments, for pytest (make test) or the example (make demo)"
+	@echo "  ARGS=...      arguments for pytest or the example (make demo); make test runs all that they choose"
 	@echo "  PYTHON=$(PYTHON)  WORKERS=$(WORKERS)"
 	@echo "  CONTRIBUTING.md has the markers of tests and the quick loop"
 
@@ -25,9 +25,12 @@ demo: $(READY)  ## train a small GPT with and without packed activations; writes
 	$(BIN)/python examples/train_gpt.py --check $(ARGS)
 
 # One thread a worker: the workers are the parallelism, and Inductor's own pool would only fight them for the cores.
-test: export OMP_NUM_THREADS ?= 1
-test: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
-test: $(READY)  ## run the tests; ARGS="-m core", ARGS="-k inline", TORCH=2.15.0
+test test-all: export OMP_NUM_THREADS ?= 1
+test test-all: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+test: $(READY)  ## the tests that a change must pass; ARGS="-m core", ARGS="-k inline", TORCH=2.15.0
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(or $(ARGS),--slow-share by-commit --durations=25)
+
+test-all: $(READY)  ## all tests, slow ones as well
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 # In environments on top of that of the tests, which has torch.

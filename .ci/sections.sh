@@ -1,5 +1,5 @@
 # Sections of a CI job, sourced by the jobs beside it. Every section runs even where one before it failed, so that one
-# run shows all there is to mend; `finish` makes the job fail then.
+# run shows all there is to mend; `finish` makes the job fail then, and adds up the suites like pytest does.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -51,6 +51,7 @@ finish() {
     local i
     printf '\n======== all of it: %ds\n' "$SECONDS"
     for i in "${!failed_parts[@]}"; do printf 'FAILED: %s\n' "${failed_parts[$i]}"; done
-    printf '%d passed, %d failed, %d skipped\n' "$(count passed)" "$(($(count failed) + $(count error)))" "$(count skipped)"
+    printf '==== %d passed, %d failed, %d skipped in %d.0s ====\n' \
+        "$(count passed)" "$(($(count failed) + $(count error)))" "$(count skipped)" "$SECONDS"
     [[ ${#failed_parts[@]} -eq 0 ]]
 }

@@ -1,6 +1,11 @@
 """What holds for every test: a fresh Dynamo, a fixed seed, no saved-tensor hook left behind, no code compiled before.
 
-`gpu` tests skip where there is no CUDA device. `--every N` runs each Nth case of a test with parameters.
+`gpu` tests skip where there is no CUDA device. `--slow-share by-commit` runs a third of the slow tests, with each
+commit another:
+
+    commit     ... 1201     1202     1203     1204 ...
+    share             2        3        1        2        three commits in a row run all slow tests
+
 test_conftest.py shows that what is checked here can fail.
 """
 
@@ -10,38 +15,88 @@ import gc
 import logging
 import os
 import shutil
+import subprocess
 import tempfile
-from collections import Counter
+import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+WHY_SHARE = pytest.StashKey[str]()
+
+
+SHARES = 3
+NEVER_THINNED = "tests/repository/"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every", type=int, default=1, metavar="N", help="run each Nth case of a test with parameters")
+    parser.addoption(
+        "--slow-share",
+        default="all",
+        choices=["all", "by-commit", *map(str, range(1, SHARES + 1))],
+        help="which of the slow tests run: all, one share of three, or the share whose turn it is at this commit",
+    )
+
+
+def share_of(nodeid: str) -> int:
+    """The share of a slow test. It follows from its name alone, so a test that is added moves no other."""
+    return zlib.crc32(nodeid.encode()) % SHARES + 1
+
+
+def git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def share_by_commit(root: Path) -> tuple[str, str]:
+    """The share whose turn it is, and why. All of them where commits can't be counted: then no later run has the rest.
+
+    Counted are the commits of the main line: a merge is one, whatever it brings. What is not committed does not count.
+    """
+    try:
+        if Path(git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return "all", "this folder is no checkout of its own"
+        if git(root, "rev-parse", "--is-shallow-repository") != "false":
+            return "all", "a shallow clone can't count its commits"
+        number = int(git(root, "rev-list", "--count", "--first-parent", "HEAD"))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
+        return "all", f"git can't count commits here: {reason}"
+    return str(number % SHARES + 1), f"it is the turn of commit {number}"
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    share = config.getoption("--slow-share")
+    which = "all" if share == "all" else f"share {share} of {SHARES}, and all of {NEVER_THINNED}"
+    return f"slow tests: {which}{config.stash.get(WHY_SHARE, '')}"
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` and `-k`: of what these leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    every = config.getoption("--every")
-    if every < 1:
-        raise pytest.UsageError(f"--every: expected a number of at least 1, got {every}")
-    cases: Counter[str] = Counter()
-    chosen, left = [], []
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        (left if cases[test] % every else chosen).append(item)
-        cases[test] += item.get_closest_marker("gpu") is None  # those that skip take nobody's place
+    share = config.getoption("--slow-share")
+    if share == "all":
+        return
+    left = [
+        item
+        for item in items
+        if item.get_closest_marker("slow") is not None
+        and not item.nodeid.startswith(NEVER_THINNED)
+        and str(share_of(item.nodeid)) != share
+    ]
     if left:
         config.hook.pytest_deselected(items=left)
-        items[:] = chosen
+        gone = set(left)
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.slow_share == "by-commit":  # workers get the share that is found here
+        config.option.slow_share, why = share_by_commit(config.rootpath)
+        config.stash[WHY_SHARE] = f": {why}"
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers are the parallelism
     # What an older checkout compiled must not answer for this one. Workers get the controller's choice by environment;

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
+FAST = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # which imports Hypothesis anew in each run
 
 TESTS = """
 import os
@@ -65,34 +70,126 @@ def test_what_is_left_behind_fails_the_test_that_left_it(pytester, monkeypatch):
     assert not os.path.exists(cache[2])  # it went with the run
 
 
-def test_every_third_case_of_those_that_markers_leave(pytester, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    pytester.makeconftest(CONFTEST.read_text())
-    pytester.makeini("[pytest]\nmarkers =\n    gpu\n    slow")
-    pytester.makepyfile("""
+def git(folder: Path, *arguments: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
+
+
+def commit(folder: Path) -> None:
+    git(folder, "commit", "-q", "--allow-empty", "-m", "one more")
+
+
+SLOW = """
 import pytest
 
-slow, gpu = pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.gpu)
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(9))
+def test_slow(n): print("case slow", n)
 
-@pytest.mark.parametrize("n", [slow, 1, gpu, *range(3, 9)])
-def test_many(n): print("case", n)
-
-def test_one(): print("case of none")
-""")
-
-    result = pytester.runpytest_subprocess("-rA", "-p", "no:xdist", "-m", "not slow", "--every", "3")
-
-    assert [line for line in result.outlines if line.startswith("case")] == [
-        "case 1",
-        "case 5",
-        "case 8",
-        "case of none",
-    ]
-    result.assert_outcomes(passed=4, deselected=6)
+def test_quick(): print("case quick")
+"""
 
 
-def test_gpu_test_is_not_skipped_with_a_device(monkeypatch, request):
-    conftest = request.config.pluginmanager.get_plugin(str(CONFTEST))
+EVERYTHING = {"test_quick", *(f"test_slow[{n}]" for n in range(9))}
+
+
+@pytest.fixture
+def checkout(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of two commits with slow tests in two folders, one of them tests/repository."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    pytester.makeconftest(CONFTEST.read_text())
+    pytester.makeini("[pytest]\nmarkers =\n    gpu\n    slow")
+    pytester.makepyfile(**{"tests/passes/test_one": SLOW, "tests/repository/test_two": SLOW})
+    git(pytester.path, "init", "-q", "-b", "main")
+    commit(pytester.path)
+    commit(pytester.path)
+    return pytester.path
+
+
+Cases = tuple[str, set[str], set[str]]  # the line of the header, what is chosen of test_one.py and of test_two.py
+
+
+def chosen_by_commit(pytester: pytest.Pytester, *arguments: str) -> Cases:
+    result = pytester.runpytest_inprocess(
+        *FAST, "-p", "no:xdist", "--slow-share", "by-commit", "--collect-only", *arguments
+    )
+    assert result.ret == 0
+    (line,) = [line for line in result.outlines if line.startswith("slow tests:")]
+    files = re.split(r"<Module (test_\w+)\.py>", str(result.stdout))
+    found = dict(zip(files[1::2], (set(re.findall(r"<Function (.*)>", text)) for text in files[2::2]), strict=True))
+    return line, found.get("test_one", set()), found.get("test_two", set())
+
+
+def test_three_commits_in_a_row_run_each_slow_test_once(pytester: pytest.Pytester, checkout: Path) -> None:
+    slow: list[str] = []
+    for number, share in ((2, 3), (3, 1), (4, 2)):
+        line, one, two = chosen_by_commit(pytester)
+        expected = f"slow tests: share {share} of 3, and all of tests/repository/: it is the turn of commit {number}"
+        assert line == expected and two == EVERYTHING and "test_quick" in one
+        slow += one - {"test_quick"}
+        commit(checkout)
+    assert sorted(slow) == sorted(EVERYTHING - {"test_quick"})
+
+
+def test_workers_run_the_share_that_the_controller_found(pytester: pytest.Pytester, checkout: Path) -> None:
+    _, one, two = chosen_by_commit(pytester)
+    result = pytester.runpytest_inprocess(*FAST, "-n", "1", "--slow-share", "by-commit")
+    result.assert_outcomes(passed=len(one) + len(two))
+    result.stdout.fnmatch_lines(["slow tests: share 3 of 3, *"])
+
+
+def test_a_share_is_taken_of_what_markers_and_names_leave(pytester: pytest.Pytester, checkout: Path) -> None:
+    _, share, _ = chosen_by_commit(pytester)
+    assert chosen_by_commit(pytester, "-m", "not slow")[1:] == ({"test_quick"}, {"test_quick"})
+    assert chosen_by_commit(pytester, "-k", "test_one")[1:] == (share, set())
+    assert chosen_by_commit(pytester, "tests/passes")[1:] == (share, set())
+    everything = pytester.runpytest_inprocess(*FAST, "-p", "no:xdist", "--collect-only")
+    everything.stdout.fnmatch_lines(["slow tests: all", "*20 tests collected*"])
+
+
+def test_a_merge_counts_as_one_commit(conftest: Any, checkout: Path) -> None:
+    assert conftest.share_by_commit(checkout) == ("3", "it is the turn of commit 2")
+    git(checkout, "checkout", "-q", "-b", "side")
+    for _ in range(2):
+        commit(checkout)
+    git(checkout, "checkout", "-q", "main")
+    git(checkout, "merge", "-q", "--no-ff", "-m", "merge", "side")
+    assert conftest.share_by_commit(checkout) == ("1", "it is the turn of commit 3")
+    (checkout / "not_committed.py").write_text("")
+    assert conftest.share_by_commit(checkout) == ("1", "it is the turn of commit 3")
+
+
+def test_all_shares_run_where_commits_cannot_be_counted(
+    conftest: Any, checkout: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    git(other, "clone", "-q", "--depth", "1", f"file://{checkout}", "shallow")
+    assert conftest.share_by_commit(other / "shallow") == ("all", "a shallow clone can't count its commits")
+    share, why = conftest.share_by_commit(other)
+    assert share == "all" and "not a git repository" in why
+    assert conftest.share_by_commit(checkout / "tests") == ("all", "this folder is no checkout of its own")
+    git(other, "init", "-q")
+    assert conftest.share_by_commit(other)[0] == "all"  # a checkout without a commit
+    monkeypatch.setenv("PATH", "")
+    share, why = conftest.share_by_commit(checkout)
+    assert share == "all" and "git" in why
+
+
+def test_a_test_that_is_added_moves_no_other(conftest: Any) -> None:
+    """A share follows from the name: what it is today, so that no change of the rule goes unseen."""
+    names = [f"tests/passes/test_live.py::test_{n}" for n in range(300)]
+    sizes = Counter(map(conftest.share_of, names))
+    assert sizes.keys() == {1, 2, 3} and min(sizes.values()) > 80
+    assert [conftest.share_of(name) for name in names[:8]] == [2, 1, 1, 2, 1, 2, 2, 3]
+
+
+@pytest.fixture
+def conftest(request: pytest.FixtureRequest) -> Any:
+    return request.config.pluginmanager.get_plugin(str(CONFTEST))
+
+
+def test_gpu_test_is_not_skipped_with_a_device(conftest, monkeypatch):
     item = SimpleNamespace(get_closest_marker={"gpu": pytest.mark.gpu}.get)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     conftest.pytest_runtest_setup(item)
