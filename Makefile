@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 PINS  := constraints/common.txt $(wildcard constraints/torch-$(TORCH).txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all integrations torchtitan docs lint format types clean
+.PHONY: help demo test test-all integrations torchtitan docs lint format types mutations clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,13 +25,16 @@ demo: $(READY)  ## train a small GPT with and without packed activations; writes
 	$(BIN)/python examples/train_gpt.py --check $(ARGS)
 
 # One thread a worker: the workers are the parallelism, and Inductor's own pool would only fight them for the cores.
-test test-all: export OMP_NUM_THREADS ?= 1
-test test-all: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+test test-all mutations: export OMP_NUM_THREADS ?= 1
+test test-all mutations: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 test: $(READY)  ## the tests that a change must pass; ARGS="-m core", ARGS="-k inline", TORCH=2.15.0
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(or $(ARGS),--slow-share by-commit --durations=25)
 
 test-all: $(READY)  ## all tests, slow ones as well
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+mutations: $(READY)  ## break the code in known ways, one by one: tests must fail; ARGS=host for some of them
+	$(BIN)/python tests/support/mutations.py $(ARGS)
 
 # In environments on top of that of the tests, which has torch.
 integrations torchtitan: export OMP_NUM_THREADS ?= 1

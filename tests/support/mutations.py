@@ -1,0 +1,231 @@
+"""Known ways to break the code, each of which the tests of `make test` notice. `make mutations` shows it.
+
+    a copy of the tree --named tests--> they pass
+    one text replaced  --named tests--> they fail                  for each mutation, one after another
+    the text put back
+
+A mutation whose text is not in its file exactly once ends the script before any test runs: the code has changed, so the
+mutation has to change as well. The named tests are not slow, so that each run of `make test` has them.
+
+    python tests/support/mutations.py                all mutations
+    python tests/support/mutations.py host float8    those whose name has one of these words
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("aot_hooks", "cudagraph", "tests", "pyproject.toml")
+HOST = "cudagraph/step/host.py"
+HOST_TESTS = ("tests/cudagraph/test_whole_step_host.py",)
+
+
+class Mutation(NamedTuple):
+    name: str  # what is broken; CONTRIBUTING.md lists it
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]  # for pytest; at least one of them must fail
+
+
+def deleted(name: str, comparison: str) -> Mutation:
+    """The deletion of one comparison of `HostState.unchanged`."""
+    return Mutation(f"host state: {name} not compared", HOST, comparison, "", HOST_TESTS)
+
+
+MUTATIONS = (
+    Mutation(
+        "a private part of torch in a pass",
+        "aot_hooks/passes/inline.py",
+        "from .units import Packing, Unit, bytes_of\n",
+        "from .units import Packing, Unit, bytes_of\n\n_tracing = torch._C._get_tracing_state\n",
+        ("tests/repository/test_private_torch.py",),
+    ),
+    Mutation(
+        "the divisor of a division counts as smooth",
+        "aot_hooks/graphs/read_tables.py",
+        '**_at("div.Tensor", 0),',
+        '**_at("div.Tensor", 0, 1),',
+        ("tests/graphs/test_backward_reads.py::test_reads_that_are_not_smooth",),
+    ),
+    Mutation(
+        "a permuted tensor comes back in the order in which it was packed",
+        "aot_hooks/graphs/layout.py",
+        "return y.permute(sorted(range(len(permutation)), key=lambda d: permutation[d]))",
+        "return y.permute(*permutation)",
+        ("tests/graphs/test_layout.py",),
+    ),
+    Mutation(
+        "a saved input that is written to is saved without a copy",
+        "aot_hooks/passes/snapshots.py",
+        "    if not copies:\n",
+        "    if copies:\n",
+        ("tests/passes/test_snapshots.py::test_with_a_policy",),
+    ),
+    Mutation(
+        "the program of a region is no part of the cache key",
+        "aot_hooks/cache/key.py",
+        'lines.append((f"region of node {i}", str(numbers[key])))',
+        "pass",
+        ("tests/cache/test_cache_key.py::test_what_changes_the_result_changes_the_key",),
+    ),
+    Mutation(
+        "a hook that traces to another program is taken from the cache",
+        "aot_hooks/cache/entry.py",
+        "        if row.traces_to != traces_to:\n",
+        "        if False:\n",
+        ("tests/cache/test_stored.py::test_a_hook_that_depends_on_something_outside_is_refused",),
+    ),
+    Mutation(
+        "a scale of float8 twice as small",
+        "aot_hooks/library/scales.py",
+        "    return _as_bits(smallest) + (above_one & EXPONENT_MASK), EXPONENT_STEP - 1 - above_one\n",
+        "    return _as_bits(smallest) + (above_one & EXPONENT_MASK), -1 - above_one\n",
+        ("tests/library/test_float8.py::test_finite_values_keep_the_stated_bound_and_others_come_back",),
+    ),
+    Mutation(
+        "a tensor that stays on the device is not copied before the program writes to it",
+        "aot_hooks/offloading/transfers.py",
+        "_kept[host.data_ptr()] = x.detach().clone()",
+        "_kept[host.data_ptr()] = x.detach()",
+        ("tests/offloading/test_offload_values.py::test_what_stays_on_the_device_is_not_written_over_in_place",),
+    ),
+    Mutation(
+        "a saved tensor that was changed in place is read in an eager part",
+        "aot_hooks/eager/packing.py",
+        "    if tensor._version != value.version:\n",
+        "    if False:\n",
+        ("tests/eager/test_eager_autograd.py::test_a_kept_tensor_changed_in_place_raises_as_in_stock",),
+    ),
+    Mutation(
+        "a budget may round more than max_error",
+        "aot_hooks/planning/solver.py",
+        "_UNITS * max_error**2 + 1e-9",
+        "_UNITS * max_error",
+        ("tests/planning/test_solver.py::test_it_finds_what_trying_every_choice_finds",),
+    ),
+    Mutation(
+        "outputs of a recording in the same memory do not count writes together",
+        "cudagraph/tree/node.py",
+        "made[position] = sharing_versions(made[base], where)",
+        "made[position] = tensor_on(made[base].untyped_storage(), where)",
+        ("tests/cudagraph/test_programs_writes.py::test_tensors_in_the_same_memory_count_writes_together",),
+    ),
+    Mutation(
+        "a forward that waits for its backward does not keep the step going",
+        "cudagraph/tree/steps.py",
+        "if call.is_marked or not ran or node.waits_for_backward() or torch_cuda.graph_task_id() != -1:",
+        "if call.is_marked or not ran or torch_cuda.graph_task_id() != -1:",
+        ("tests/cudagraph/test_steps.py::test_a_function_that_comes_again",),
+    ),
+    deleted("versions of dicts", "[*map(torch_cuda.dict_version, self._full)] == self._versions\n            and "),
+    deleted("dicts that were empty", "            and not any(self._empty)\n"),
+    deleted("lengths of lists", "            and [*map(len, self._lists)] == self._lengths\n"),
+    deleted("names in modules", "            and [*map(len, self._spaces.values())] == self._sizes\n"),
+    deleted("items of lists", "            and all(map(is_, chain.from_iterable(self._lists), self._items))\n"),
+    deleted("orders", "            and all(map(is_, chain.from_iterable(self._ordered), self._order))\n"),
+    deleted("classes", "            and all(map(is_, map(type, self._objects), self._classes))\n"),
+    deleted(
+        "functions",
+        "            and all(map(is_, chain(*map(FUNCTION_PARTS, self._functions)), chain(*self._parts)))\n",
+    ),
+    deleted("hooks", "            and [*map(torch_cuda.gradient_hooks, self._hooked)] == self._hooks\n"),
+    deleted("views", "            and all(_same(read(), saved) for read, _, saved in self._views)\n"),
+    deleted("arrays", "            and all(_content(value) == saved for value, saved in self._arrays)\n"),
+    deleted("tensors on the CPU", "            and [x._version for x in self.numbers] == self._number_versions\n"),
+)
+
+
+def not_applicable(mutations: Collection[Mutation], root: Path) -> list[str]:
+    """What is wrong with the mutations themselves: their texts, files and tests."""
+    wrong = []
+    for mutation in mutations:
+        source = root / mutation.file
+        count = source.read_text(encoding="utf-8").count(mutation.old) if source.exists() else 0
+        if count != 1:
+            wrong.append(
+                f"{mutation.name}: {mutation.file} has this text {count} times, expected once: {mutation.old!r}"
+            )
+        missing = [test for test in mutation.tests if not (root / test.partition("::")[0]).exists()]
+        wrong += [f"{mutation.name}: there is no {test}" for test in missing]
+    return wrong
+
+
+def copy_tree(into: Path) -> None:
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, into / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, into / name)
+
+
+def run_tests(root: Path, tests: Sequence[str]) -> tuple[int, str]:
+    """The exit code of pytest in the copy at `root`, and its last lines."""
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    environment = os.environ | {"PYTHONPATH": str(root), "HYPOTHESIS_STORAGE_DIRECTORY": str(root / ".hypothesis")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests], cwd=root, env=environment, capture_output=True, text=True
+    )
+    return done.returncode, "\n".join((done.stdout + done.stderr).splitlines()[-30:])
+
+
+def outcome(root: Path, mutation: Mutation) -> str:
+    """Apply `mutation` to the copy at `root`, run its tests, and put the text back. Returns "" if they noticed."""
+    source = root / mutation.file
+    original = source.read_text(encoding="utf-8")
+    source.write_text(original.replace(mutation.old, mutation.new), encoding="utf-8")
+    compiled = Path(importlib.util.cache_from_source(str(source)))
+    try:
+        compiled.unlink(missing_ok=True)  # Python compares seconds and sizes: a mutation may change neither
+        code, text = run_tests(root, mutation.tests)
+    finally:
+        source.write_text(original, encoding="utf-8")
+        compiled.unlink(missing_ok=True)
+    if code == 0:
+        return "SURVIVED: no test failed"
+    if code == 1 and re.search(r"^=* ?.*\b\d+ failed", text, re.MULTILINE):
+        return ""
+    return f"NO ANSWER: the tests did not run (pytest's exit code {code})\n{text}"
+
+
+def main(words: Sequence[str]) -> int:
+    chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
+    if not chosen:
+        print(f"no mutation has one of these words in its name: {', '.join(words)}")
+        return 2
+    if wrong := not_applicable(MUTATIONS, ROOT):
+        print(
+            "mutations that do not fit the code any more; mend them in tests/support/mutations.py:", *wrong, sep="\n  "
+        )
+        return 2
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="aot-hooks-mutations-") as folder:
+        root = Path(folder).resolve()
+        copy_tree(root)
+        code, text = run_tests(root, sorted({test for mutation in chosen for test in mutation.tests}))
+        if code != 0:
+            print(f"the named tests fail without any mutation\n{text}")
+            return 2
+        for mutation in chosen:
+            start = time.monotonic()
+            result = outcome(root, mutation)
+            failed += bool(result)
+            print(f"{time.monotonic() - start:5.0f} s  {mutation.name}: {result or 'noticed'}", flush=True)
+    print(f"{len(chosen) - failed} of {len(chosen)} mutations were noticed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
