@@ -53,11 +53,11 @@ MUTATIONS = (
         ("tests/repository/test_private_torch.py",),
     ),
     Mutation(
-        "the divisor of a division counts as smooth",
+        "the backward of ReLU is asked whether a number is below zero, not whether it is at most zero",
         "aot_hooks/graphs/read_tables.py",
-        '**_at("div.Tensor", 0),',
-        '**_at("div.Tensor", 0, 1),',
-        ("tests/graphs/test_backward_reads.py::test_reads_that_are_not_smooth",),
+        '"aten.threshold_backward.default": (1, lambda g, x, c: (Test("le", (c,)),)),',
+        '"aten.threshold_backward.default": (1, lambda g, x, c: (Test("lt", (c,)),)),',
+        ("tests/graphs/test_backward_reads.py::test_answers_decide_the_result_bit_by_bit",),
     ),
     Mutation(
         "a permuted tensor comes back in the order in which it was packed",
@@ -67,11 +67,11 @@ MUTATIONS = (
         ("tests/graphs/test_layout.py",),
     ),
     Mutation(
-        "a saved input that is written to is saved without a copy",
-        "aot_hooks/passes/snapshots.py",
-        "    if not copies:\n",
-        "    if copies:\n",
-        ("tests/passes/test_snapshots.py::test_with_a_policy",),
+        "inputs and outputs of a graph are packed in the narrowest scope",
+        "aot_hooks/settings/setting.py",
+        '    if scope == "donated" and (saved.is_input or saved.is_output):\n',
+        "    if False:\n",
+        ("tests/settings/test_context.py::test_an_output_is_packed_in_the_wider_scopes_only",),
     ),
     Mutation(
         "the program of a region is no part of the cache key",
