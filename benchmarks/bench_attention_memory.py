@@ -2,7 +2,7 @@
 
 python benchmarks/bench_attention_memory.py --json PATH
 
-Plans count it in `workspace_bytes` of aot_hooks/graphs/roofline.py.
+Plans count it in `workspace_bytes` of aot_hooks/graphs/workspaces.py.
 """
 
 from __future__ import annotations

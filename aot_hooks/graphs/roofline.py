@@ -260,17 +260,6 @@ def step_ms(
     return max(compute + beside, (host_ms(fw, fused) + host_ms(bw, fused)) * launched)
 
 
-def workspace_bytes(node: Node) -> int:
-    """Bytes that the operator of `node` takes while it runs, where that is known: the backward of fused attention on
-    CUDA sums the gradient of the queries in float32, and has a float32 for each of their rows. Measured on an H200 for
-    cuDNN's, flash and memory-efficient attention."""
-    value = node.args[1].meta.get("val") if len(node.args) > 1 and isinstance(node.args[1], Node) else None
-    if _name(node) not in ATTENTION_BACKWARD or not isinstance(value, torch.Tensor) or value.device.type != "cuda":
-        return 0
-    count = torch_values.hint(value.numel())
-    return 4 * (count + count // max(1, torch_values.hint(value.shape[-1])))
-
-
 def _operation_count(node: Node) -> int:
     count = _count(flop_registry[_packet(node)], *leaves_of((node.args, dict(node.kwargs), node.meta.get("val"))))
     # causal attention skips half of the products, which the formulas count

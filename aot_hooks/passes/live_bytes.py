@@ -7,8 +7,8 @@
 A value lives from its node to its last reader; Inductor writes fewer values to memory, see graphs/lifetimes.py.
 Outputs that the user gets live to the end of the step, gradients from the node that makes them. Each output has one
 tangent, which counts; torch 2.11 holds it to the end of the backward. Memory that an operator allocates inside itself
-is counted for attention's backward only. A tensor that `offload` sends lives until the wait for its copy, and again
-from the start of the copy back.
+is counted where it is known, see graphs/workspaces.py. A tensor that `offload` sends lives until the wait for its copy,
+and again from the start of the copy back.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from cudagraph.placeholder import results_of
 
 from ..graphs.lifetimes import Kernels, alive_along, last_readers, on_cuda, written_storages
 from ..graphs.nodes import input_storages, output_storages, storage_bytes, storage_of, storages
-from ..graphs.roofline import workspace_bytes
 from ..graphs.saved import crossing_pairs, place_of
+from ..graphs.workspaces import workspace_bytes
 from ..offloading.transfers import offload_wait, reload_start
 from ..torch_private import aot
 from ..torch_private.inductor_fusion import pads_no_rows

@@ -31,7 +31,8 @@ from ..graphs.lifetimes import (
     written_storages,
 )
 from ..graphs.nodes import input_storages, is_view, output_storages, storage_bytes, storage_of, storages
-from ..graphs.roofline import has_formula, is_attention, workspace_bytes
+from ..graphs.roofline import has_formula, is_attention
+from ..graphs.workspaces import workspace_bytes
 from ..passes.edits import call, with_inputs
 from ..passes.live_bytes import LivePoint, live_bytes
 from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK, WRITTEN, mark_alone

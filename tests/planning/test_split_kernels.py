@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from aot_hooks.graphs.lifetimes import SPLIT, Kernels, alive_along, last_readers, late_products, written_storages
 from aot_hooks.graphs.nodes import output_storages, storage_bytes, storage_of, storages
-from aot_hooks.graphs.roofline import workspace_bytes
+from aot_hooks.graphs.workspaces import workspace_bytes
 from aot_hooks.passes.live_bytes import LivePoint
 from aot_hooks.planning.kernels import (
     fusion_zones,

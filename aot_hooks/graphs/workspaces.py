@@ -1,0 +1,89 @@
+"""Bytes that an operator takes while it runs, beside its arguments and results, where that is known.
+
+On a CPU these are upper bounds, by the sizes of the tensors: oneDNN reorders what a convolution reads and writes, and
+which order it takes depends on the processor. tests/graphs/test_workspaces.py measures operators beside them. Not
+counted: buffers of one thread, and what products in half precision take, which differs more between processors.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..torch_private import values as torch_values
+from .nodes import argument_called, tensor_bytes
+from .read_tables import ATTENTION_BACKWARD
+
+_LANES = 16  # float32 numbers of a vector register: oneDNN rounds the channels of a 3d convolution up to it
+
+
+def workspace_bytes(node: Node) -> int:
+    """Bytes that the operator of `node` takes while it runs, where that is known."""
+    if node.op != "call_function":
+        return 0
+    name = str(node.target).removeprefix("aten.").partition(".")[0]
+    first = next((n.meta.get("val") for n in node.all_input_nodes), None)
+    if name in ATTENTION_BACKWARD:
+        return _attention_backward(node)
+    if not isinstance(first, torch.Tensor) or first.layout is not torch.strided or first.device.type != "cpu":
+        return 0
+    if name == "convolution":
+        return _convolution(node, _value(node, "input"), _value(node, "weight"), node.meta["val"])
+    if name == "convolution_backward":
+        return _convolution(node, _value(node, "input"), _value(node, "weight"), _value(node, "grad_output"), True)
+    if name == "native_dropout":  # the mask as numbers of the argument's dtype
+        return tensor_bytes(first) if argument_called("train", node) is not False else 0
+    if name == "native_batch_norm_backward":
+        return tensor_bytes(first)
+    if name.startswith("upsample_"):  # both in channels-last order
+        made = node.meta["val"]
+        return tensor_bytes(first) + tensor_bytes(made) if isinstance(made, torch.Tensor) else 0
+    return 0
+
+
+def _attention_backward(node: Node) -> int:
+    """On CUDA the gradient of the queries is summed in float32, with a float32 for each of their rows. Measured on an
+    H200 for cuDNN's, flash and memory-efficient attention."""
+    queries = node.args[1].meta.get("val") if len(node.args) > 1 and isinstance(node.args[1], Node) else None
+    if not isinstance(queries, torch.Tensor) or queries.device.type != "cuda":
+        return 0
+    count = torch_values.hint(queries.numel())
+    return 4 * (count + count // max(1, torch_values.hint(queries.shape[-1])))
+
+
+def _convolution(node: Node, x: Any, w: Any, y: Any, backward: bool = False) -> int:
+    """A convolution of `x` by `w` to `y`, or its backward, which has a gradient for each.
+
+    What is read and what is written are reordered, at different times in the forward. Half precision is computed in
+    float32 where the processor does not know it, and its results are there beside.
+    """
+    tensors = (x, w, y)
+    if not all(isinstance(t, torch.Tensor) for t in tensors):
+        return 0
+    volumes = x.dim() > 4
+    read, weight, written = (_reordered(t, channels_at=1, padded=volumes) for t in tensors)
+    transposed = argument_called("transposed", node) is True
+    if backward:
+        blocks = read + weight + written
+    else:
+        blocks = max(read + weight, written * (2 if transposed else 1))
+    if x.dtype in (torch.float16, torch.bfloat16):
+        blocks += (read + written + (weight if backward else 0)) // 2
+    if torch_values.hint(x.shape[0]) == 1 and not transposed:  # a single image is unfolded into columns
+        window = math.prod(torch_values.hint(n) for n in w.shape[1:])
+        blocks = max(blocks, 4 * window * math.prod(torch_values.hint(n) for n in y.shape[2:]))
+    return blocks
+
+
+def _reordered(value: torch.Tensor, *, channels_at: int, padded: bool) -> int:
+    """Bytes of `value` in float32, with channels rounded up to full vectors if it is `padded`."""
+    count, channels = torch_values.hint(value.numel()), max(1, torch_values.hint(value.shape[channels_at]))
+    return 4 * count // channels * (-(-channels // _LANES) * _LANES if padded else channels)
+
+
+def _value(node: Node, name: str) -> Any:
+    argument = argument_called(name, node)
+    return argument.meta.get("val") if isinstance(argument, Node) else None
