@@ -17,7 +17,7 @@ from aot_hooks.graphs.workspaces import workspace_bytes
 
 Tensor = torch.Tensor
 ATEN = torch.ops.aten
-OF_A_THREAD = 48 << 10  # buffers of a fixed size, which plans don't count: 40 KB for a small image in bfloat16
+OF_A_THREAD = 64 << 10  # buffers of a fixed size, which plans don't count: 51 KB for a small image in bfloat16
 HALVES = (torch.float32, torch.bfloat16)
 # shape of the input and the weight, stride, padding, transposed, groups
 CONVOLUTIONS: dict[str, Any] = {
@@ -65,7 +65,7 @@ def test_convolutions_take_at_most_what_plans_count(dtype: torch.dtype, tmp_path
             took, bound = inside(f, args, tmp_path)
             assert took <= bound + OF_A_THREAD, (name, f.__name__, took, bound)
             measured, counted = measured + took, counted + bound
-    assert counted <= 2 * measured  # no plan would fit a budget if each bound were far too high
+    assert counted <= 2.5 * measured  # no plan would fit a budget if each bound were far too high
 
 
 def test_other_operators_take_at_most_what_plans_count(tmp_path: Path) -> None:
