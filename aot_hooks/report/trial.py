@@ -29,9 +29,14 @@ def trial(
     """`fn` compiled by `backend(gm, inputs)`, for one call inside. Raises `OptionError` if `fn` steps an optimizer."""
     traces = torch_dry_run.DynamoTraces()
 
+    running = [
+        (traces, backend)
+    ]  # emptied at the end: Dynamo keeps each backend, and all in its closure, until a reset
+
     def noting_backend(gm: GraphModule, inputs: Any) -> Any:
-        traces.note()
-        return backend(gm, inputs)
+        (noting, compile_graph) = running[0]
+        noting.note()
+        return compile_graph(gm, inputs)
 
     def program(*args: Any, **kwargs: Any) -> Any:
         # an outermost frame of our own: entries and decisions of Dynamo for `fn` are stored with it, and forgotten
@@ -56,6 +61,7 @@ def trial(
             raise ours from None
         raise
     finally:
+        running.clear()
         no_step.remove()
         random.setstate(python_random_state)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import warnings
+import weakref
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -237,6 +239,14 @@ def test_nothing_compiled_is_left() -> None:
     compiled(torch.randn(6, 8))  # another size: one that is remembered would make this one dynamic
     compiled(torch.randn(6, 8))
     assert counter.frame_count == 2
+
+
+def test_no_plan_is_kept() -> None:
+    kept = weakref.ref(
+        aot_hooks.plan(lambda w: (w @ w).sin().sin(), torch.randn(4, 4, requires_grad=True), inner="aten")
+    )
+    gc.collect()
+    assert kept() is None
 
 
 def test_the_compiled_function_goes_on_as_it_was() -> None:
