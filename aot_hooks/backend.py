@@ -37,6 +37,7 @@ from .graphs.nodes import REGION, annotation, crosses_twice, donates
 from .graphs.roofline import step_ms
 from .graphs.saved import SavedTensor
 from .hook import KEEP
+from .identity import probes
 from .identity.frozen import described
 from .identity.records import Recording, recording
 from .offloading import stats as offload_stats
@@ -91,6 +92,7 @@ def reset() -> None:
     `torch._dynamo.reset()` calls it.
     """
     records.forget()
+    probes.forget()
     cudagraphs.forget()
     offload_stats.reset()
     pairs.forget()
@@ -190,6 +192,7 @@ def _in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled:
     setting, pair = pairs.ambient()
     if setting is None and options.policy is not None and autograd.top_hooks() is None:
         setting = Setting(options.policy, options.scope)
+        recompiles.warn_of_limit(dynamo.code_being_compiled(), setting)
     else:
         enabled = None
     if setting is None and autograd.is_checkpointed():

@@ -193,8 +193,10 @@ def record_for(
     `setting` and `alive` are from `ambient()`; `alive` is None if the setting is that of the options. `enabled`: the
     pair of an `enable`, or None. This function and the check raise `HookContractError` if the setting has changed.
     """
-    record = seen.record(setting.rule, choose)
     pair = enabled or (alive if isinstance(alive, Pair) else None)
+    if pair is not None and pair.record.is_forgotten:  # torch._dynamo.reset() in an open context
+        pair.record = Record(setting.rule, choose)
+    record = seen.record(setting.rule, choose)
     since = "torch.compile made graphs with it" if alive is None else "its context was entered"
     anew = "Enter a context anew after each change (`with` inside of the loop), or run the hook as it is with "
     anew += "Hook(..., eager=True)"

@@ -17,6 +17,7 @@ import itertools
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 
 from ..errors import AotHooksError, HookContractError, HookTraceError, error_behind
 from ..torch_private import dynamo, dynamo_guards
+from ..torch_private.dynamo import entries_of
 from .frozen import PLAIN
 from .tensors import tensor_digest
 
@@ -58,6 +60,16 @@ _HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 _LIMIT: dict[str, int] = {"recompile_limit": 64} if _HAS_LIMIT else {}
 
 
+_probes: weakref.WeakSet[Probe] = weakref.WeakSet()
+
+
+def forget() -> None:
+    """Forget the traces that Dynamo has dropped, if it was reset. It then has no graph either that depends on them."""
+    for probe in list(_probes):
+        if not entries_of(probe.code):
+            probe.oldest = next(_numbers)
+
+
 class Probe:
     """The compiled probe for two code objects and some examples. `scope`: the globals of the functions, if Dynamo has
     to look for them in the probe's own; see `own_scope`."""
@@ -85,7 +97,10 @@ class Probe:
         probe = made["make"](**names)
         if self.scope is not None:
             probe = types.FunctionType(probe.__code__, self.scope, "probe", None, probe.__closure__)
+        self.code = probe.__code__
+        self.oldest = 0  # the number of the oldest trace that Dynamo may still have
         self.call = dynamo_guards.compiled_whole(probe, self._backend, **_LIMIT)
+        _probes.add(self)
 
     def token(self, pack: Any, unpack: Any) -> Token:
         """The token of the pair's value; equal values have equal tokens.
@@ -141,6 +156,10 @@ class Probe:
             return _local.reached
         finally:
             _local.reached = None
+
+    def is_forgotten(self, token: Token) -> bool:
+        """Whether `token` is of a trace that Dynamo has dropped: the same functions have another token now."""
+        return int(token[1]) < self.oldest
 
     def changed(self, token: Token, others: Iterable[Token]) -> list[str]:
         """The names of values that the trace of `token` read and that differ in one of `others`."""

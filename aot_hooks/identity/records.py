@@ -96,6 +96,11 @@ class Record:
                     return False
         return choice.row is None or _declined(hook, description.functions, choice.row) == choice.declined
 
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether Dynamo was reset since, and so has none of the graphs and tokens any more."""
+        return any(token[0].is_forgotten(token) for token in self._tokens())
+
     def add(self, other: Record) -> None:
         self.choices |= other.choices
 

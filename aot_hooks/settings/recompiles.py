@@ -5,6 +5,8 @@
       ...                                       Dynamo gives up at 8 and runs the function eagerly
 
 Graphs are counted by compiled function and by the code of the hook or policy. Dynamo's guards name the values.
+
+A policy of the options holds for compiled calls only. Where Dynamo gives up, it is dropped: one warning says so.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from ..hook import Hook
 from ..identity.frozen import code_of
 from ..identity.memo import Memo
 from ..identity.records import Record
+from ..torch_private import dynamo
 from .setting import Setting
 
 _WARNS_AT = 4
@@ -31,7 +34,9 @@ def note(compiled: Any, setting: Setting, record: Record) -> None:
     if compiled is None or not record.choices:
         return
     before = (_records.get(compiled) or _records.set(compiled, {})).setdefault(record.text, [])
-    if any(other.choices == record.choices for other in before):
+    before[:] = [other for other in before if not other.is_forgotten]
+    # unchanged where the rule still does what an earlier graph has of it: the graphs differ in something else, in sizes
+    if any(other.choices == record.choices or other.matches(setting.rule) for other in before):
         return
     before.append(record)
     if len(before) != _WARNS_AT:
@@ -44,5 +49,26 @@ def note(compiled: Any, setting: Setting, record: Record) -> None:
         f"what it holds changed: {', '.join(record.changed(before[:-1])) or 'its code'}. What a hook or policy holds "
         "is built into the graph, and each change compiles again. Compute it from the saved tensor inside of pack and "
         "return it with what is packed, hold a value that stays, or run the hook as it is with Hook(..., eager=True)",
+        RecompileWarning,
+    )
+
+
+_said: set[str] = set()
+
+
+def warn_of_limit(code: types.CodeType | None, setting: Setting) -> None:
+    """Warn if Dynamo makes its last version of `code` now, under `setting` of the options: later calls may drop it."""
+    if code is None or (limit := dynamo.limit_reached()) is None:
+        return
+    at = f"'{code.co_name}' ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"
+    if at in _said:
+        return
+    _said.add(at)
+    warn_user(
+        f"{setting.title} of the options will not reach all calls of {at}: Dynamo has made as many versions of it as "
+        f"torch._dynamo.config.recompile_limit allows ({limit}). From now on it runs calls with other sizes or values "
+        "eagerly, and there options are not followed. Ways out: put a context around the calls "
+        "(aot_hooks.saved_tensors_policy), which eager code follows, too; mark the sizes that change as dynamic "
+        "(dynamic=True, torch._dynamo.mark_dynamic); or raise the limit",
         RecompileWarning,
     )

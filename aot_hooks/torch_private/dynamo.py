@@ -26,6 +26,7 @@ SYMBOLS = {
     "another plan for a budget": "torch._C._dynamo.eval_frame.reset_code torch._dynamo.eval_frame._stance "
     "torch._C._dynamo.eval_frame._debug_get_cache_entry_list torch._dynamo.guards.DeletedGuardManagerWrapper "
     "torch._dynamo.config",
+    "saying that Dynamo compiles a function no more": "torch._dynamo.config torch._dynamo.convert_frame._compile",
     "contexts inside a compiled function": "torch._dynamo.assume_constant_result torch._dynamo.comptime.comptime",
     "errors of contexts inside a compiled function": "torch._dynamo.exc.BackendCompilerFailed",
     "reports of scripts with a module that cannot be planned": "torch._dynamo.exc.TorchDynamoException",
@@ -42,6 +43,9 @@ PROTOCOLS = {
         "torch._C._dynamo.eval_frame._CacheEntry": "guard_manager backend",
         "torch._dynamo.guards.GuardManagerWrapper": "extra_state",
         "torch._C._dynamo.eval_frame._ExtraState": "invalidate",
+    },
+    "saying that Dynamo compiles a function no more": {
+        "torch._dynamo.cache_size.CacheSizeRelevantForFrame": "num_cache_entries_with_same_id_matched_objs",
     },
     "from a compiled function to its options and plans": {
         "torch._TorchCompileWrapper": "compiler_name compiler_fn kwargs",
@@ -184,6 +188,19 @@ def _busy_with(code: types.CodeType) -> tuple[bool, bool]:
 def entries_of(code: types.CodeType) -> Any:
     """The compiled versions of `code`."""
     return need("torch._C._dynamo.eval_frame._debug_get_cache_entry_list")(code)
+
+
+def limit_reached() -> int | None:
+    """The recompile limit, if the code that Dynamo is compiling now has as many versions then; else None.
+
+    Calls that need another version run eagerly from then on. With `fullgraph=True` they raise, and this returns None.
+    """
+    frame = _frame_of("torch._dynamo.convert_frame._compile")
+    if frame is None or frame.f_locals.get("one_graph"):
+        return None
+    limit: int = need("torch._dynamo.config").recompile_limit
+    before = frame.f_locals["cache_size"].num_cache_entries_with_same_id_matched_objs
+    return limit if before + 1 >= limit else None
 
 
 def may_compile_again(code: types.CodeType | None) -> bool:
