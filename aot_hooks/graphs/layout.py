@@ -144,7 +144,7 @@ def in_layout(y: torch.Tensor, layout: torch.Tensor, with_gaps: bool) -> torch.T
     strides: Sequence[int] = layout.shape[1:]
     if y.stride() == strides:
         return y
-    if not with_gaps:
+    if not with_gaps and y.numel():
         moving = [d for d in range(y.dim()) if strides[d] != 0 and y.shape[d] != 1]
         dense = _dense_strides(y.shape, sorted(moving, key=lambda d: -strides[d]))
         strides = [dense[d] if d in moving else strides[d] for d in range(y.dim())]

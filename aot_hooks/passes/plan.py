@@ -26,7 +26,7 @@ from ..library.lossless import compare_hook
 from ..offloading.hook import unrounded
 from ..offloading.schedule import Transfer
 from ..settings.setting import KEPT, Setting, out_of_scope, why_kept, why_packed
-from ..torch_private.values import expression, same_size
+from ..torch_private.values import expression, hint, same_size
 from .live_bytes import LivePoint, join
 
 # operators that make or read the state of a random generator; registered late, so by name (2.11 to 2.15)
@@ -390,7 +390,7 @@ def _pack_once(views: list[Choice], numbers: set[str], *, by_strides: bool) -> l
         return views  # different hooks for different readers or views: each its own packing
     head = next((c for c in views if all(_covers(c.value.value, o.value.value, numbers) for o in views)), None)
     if not by_strides:
-        if (packed := _packed_for_all(views)) is not None:
+        if (packed := _packed_for_all(views, head or views[0])) is not None:
             return packed
         if head is None:
             return views
@@ -403,24 +403,21 @@ def _pack_once(views: list[Choice], numbers: set[str], *, by_strides: bool) -> l
     return [c if c is head else replace(c, view_of=head.value, uses=((hook, c.readers),), reason=reason) for c in views]
 
 
-def _packed_for_all(views: list[Choice]) -> list[Choice] | None:
+def _packed_for_all(views: list[Choice], like: Choice) -> list[Choice] | None:
     """`views` with one packed, from which operators of the forward make the others again; None if there is none.
 
     If no saved view is the source of the others, the nearest source of all is packed, unless it has more elements.
     """
     sources = [seen_from(c.value.fw_node) for c in views]
-    root = next((n for n in sources[0] if all(n in each for each in sources)), None)
-    if root is None:
+    roots = [node for node in sources[0] if all(node in each for each in sources) and _as_large_as_one(node, views)]
+    if not roots:
         return None
-    whole: torch.Tensor = root.meta["val"]
-    kind = whole.dtype, whole.is_conj(), whole.is_neg()
-    if any((x.dtype, x.is_conj(), x.is_neg()) != kind for x in (c.value.value for c in views)):
-        return None
+    # hooks have a scale for each row: of several sources the nearest whose rows are as long as those of `like`
+    length = _row_length(like.value.fw_node)
+    root = next((node for node in roots if _row_length(node) >= length), roots[0])
     head = next((c for c in views if c.value.fw_node is root), None)
     if head is None:
-        head = next((c for c in views if same_size(c.value.value.numel(), whole.numel())), None)
-    if head is None:
-        return None
+        head = next(c for c in views if same_size(c.value.value.numel(), root.meta["val"].numel()))
     hook, reason = head.uses[0][0], f"a view of '{head.value.row.name}'"
     packed = []
     for c, found in zip(views, sources, strict=True):
@@ -431,6 +428,19 @@ def _packed_for_all(views: list[Choice]) -> list[Choice] | None:
             c = replace(c, source=root, replay=replay, reason=f"{c.reason}; packed as '{root.name}', which it views")
         packed.append(c)
     return packed
+
+
+def _as_large_as_one(source: Node, views: list[Choice]) -> bool:
+    """Whether `source` is of the kind of all `views`, and has as many elements as one of them."""
+    x: torch.Tensor = source.meta["val"]
+    values = [c.value.value for c in views]
+    kinds = {(v.dtype, v.is_conj(), v.is_neg()) for v in (x, *values)}
+    return len(kinds) == 1 and any(v is x or same_size(v.numel(), x.numel()) for v in values)
+
+
+def _row_length(node: Node) -> int:
+    x: torch.Tensor = node.meta["val"]
+    return hint(x.shape[-1]) if x.dim() else 0
 
 
 def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from aot_hooks.graphs.layout import from_memory_order, in_memory_order
+from aot_hooks.graphs.layout import from_memory_order, in_layout, in_memory_order, laid_out, layout_of
 
 
 def strides_that_count(x: torch.Tensor) -> list[int]:
@@ -94,3 +94,46 @@ def test_symbolic_sizes_leave_no_guard():
     ((permutation, same, guards),) = seen
     assert permutation == (0, 2, 1, 3) and same
     assert guards == 0
+
+
+LAYOUTS = {
+    "contiguous": lambda: torch.randn(2, 3, 4),
+    "permuted": lambda: torch.randn(2, 3, 4).permute(2, 0, 1),
+    "gaps": lambda: torch.randn(4, 6, 5)[1:3, ::2, :4],
+    "gaps, transposed": lambda: torch.randn(4, 6)[:, :3].t(),
+    "expanded": lambda: torch.randn(2, 1, 4).expand(2, 3, 4).transpose(0, 2),
+    "gaps, size 1": lambda: torch.randn(4, 3, 5)[:, :1].transpose(0, 1),
+    "overlap": lambda: torch.randn(10).unfold(0, 4, 2),
+    "empty": lambda: torch.randn(3, 4)[:, :0],
+    "one value": lambda: torch.randn(3, 4)[1:2, 2:3],
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_real_strides_come_back(name):
+    x = LAYOUTS[name]()
+    layout = layout_of(x)
+    assert layout.numel() == 0 and layout.untyped_storage().nbytes() == 0
+    y = in_layout(x.clone(memory_format=torch.contiguous_format), layout, True)
+    assert torch.equal(y, x) and y.stride() == x.stride()
+    assert in_layout(y, layout, True) is y, "what has these strides is no copy"
+    dense = in_layout(x.clone(memory_format=torch.contiguous_format), layout, False)
+    assert torch.equal(dense, x)
+    if "gaps" not in name and name != "overlap":
+        assert dense.stride() == x.stride()
+    assert dense.untyped_storage().nbytes() <= x.numel() * x.element_size()
+
+
+@pytest.mark.core
+def test_a_tensor_is_copied_only_into_a_layout_that_it_does_not_have():
+    x = torch.randn(4, 3, 2).permute(2, 0, 1)
+    assert laid_out(x, (1, 2, 0), None) is x and laid_out(x, (1, 2, 0), x.stride()) is x
+    y = laid_out(x, (0, 1, 2), None)
+    assert y.is_contiguous() and torch.equal(y, x)
+    one = torch.randn(5, 1, 3)[:, :, ::3]  # any stride of a size of 1 is a view
+    y = laid_out(one, (0, 1, 2), (3, 7, 1))
+    assert y.stride() == (3, 7, 1) and y.data_ptr() == one.data_ptr()
+    z = torch.randn(2, 3, dtype=torch.complex64).conj()
+    y = laid_out(z, (1, 0), (1, 2))
+    assert y.is_conj() and y.stride() == (1, 2) and torch.equal(y, z)

@@ -86,6 +86,41 @@ def test_views_that_do_not_cover_one_another_still_compute_the_same(views: Any) 
     torch.testing.assert_close(pair.run(x), expected, rtol=0, atol=0)
 
 
+def test_views_by_operators_that_count_from_the_start_of_a_storage_stay() -> None:
+    """Unpacking makes another storage, where `as_strided` would read by the strides of the trace."""
+    pair = views_pair(lambda y: y, lambda y: y.as_strided((6, 4), (1, 6)))
+    x = torch.randn(4, 6)
+    expected = pair.copy().run(x)
+    pair.apply(EXACT)
+    torch.testing.assert_close(pair.run(x), expected, rtol=0, atol=0)
+    reasons = [d.reason for d in pair.plan.decisions if d.hook is KEEP]  # type: ignore[union-attr]
+    assert len(reasons) == 2 and all("which it is no view of by operators that can run again" in r for r in reasons)
+
+
+def test_the_source_of_all_views_is_packed_if_none_is_saved() -> None:
+    pair = views_pair(lambda y: y.unflatten(1, (2, 3)).transpose(1, 2), lambda y: y.unflatten(1, (2, 3))[None])
+    x = torch.randn(4, 6)
+    expected = pair.copy().run(x)
+    pair.apply(HALF)
+    (packed,) = pair.packed
+    assert packed.meta["val"].shape == (4, 6) and "aten.as_strided.default" not in ops(pair.bw)
+    torch.testing.assert_close(pair.run(x), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_view_of_a_split_is_split_again() -> None:
+    def forward(x: torch.Tensor) -> Any:
+        y = x * 2
+        part = y.split(3, 1)[1]
+        return y.sin(), y, part.t(), part
+
+    x = torch.randn(4, 6)
+    pair = by_hand(forward, lambda y, turned, part, g: (g * y, turned + 1, part + 2), x)
+    expected = pair.copy().run(x)
+    pair.apply(EXACT)
+    assert len(pair.packed) == 1 and ops(pair.bw).count("aten.split.Tensor") == 2
+    torch.testing.assert_close(pair.run(x), expected, rtol=0, atol=0)
+
+
 def test_a_view_of_what_the_user_gets_stays() -> None:
     pair = by_hand(lambda x: ((y := x * 2), y.t()), lambda s, g: (g * s.t(),), torch.randn(3, 4))
     pair.apply(HALF)

@@ -25,7 +25,19 @@ import torch
 from oracle import HOOKS, Verdict, compare
 from torch.utils import _pytree as pytree
 
-__all__ = ["DTYPES", "EXCEPTIONS", "NO_GRADIENT", "NoProgram", "Program", "Result", "check", "operators", "programs"]
+__all__ = [
+    "DTYPES",
+    "EXCEPTIONS",
+    "NO_GRADIENT",
+    "SIZES",
+    "NoProgram",
+    "Program",
+    "Result",
+    "check",
+    "operators",
+    "programs",
+    "sample_sizes",
+]
 
 NO_GRADIENT = "has no gradient in this dtype"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -71,7 +83,7 @@ def operators() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _sizes(sizes: dict[str, int]) -> Iterator[None]:
+def sample_sizes(sizes: dict[str, int]) -> Iterator[None]:
     """Sample inputs are made with `sizes` in place of torch's own."""
     modules = [
         module
@@ -206,7 +218,7 @@ def _samples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
         yield SampleInput(make(R(8, 64)), kwargs={"dim": 1})
     found = []
     for sizes in (SIZES, {}):
-        with _sizes(sizes), warnings.catch_warnings():
+        with sample_sizes(sizes), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 for sample in op.sample_inputs("cpu", dtype, requires_grad=True):
