@@ -195,10 +195,8 @@ def _in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled:
         recompiles.warn_of_limit(dynamo.code_being_compiled(), setting)
     else:
         enabled = None
-    if setting is None and autograd.is_checkpointed():
-        around = pairs.open_contexts.stack
-        if around or options.policy is not None:
-            unused.checkpointed(around[-1][0].setting if around else Setting(options.policy, options.scope))
+    if setting is None and options.policy is not None and autograd.is_checkpointed():
+        unused.checkpointed(Setting(options.policy, options.scope))
     if setting is not None and setting.eager:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
     if setting is not None and isinstance(setting.rule, Budget):
@@ -441,13 +439,19 @@ def _without_hooks(compiled: _Compiled, pair: Any) -> _Compiled:
 
 
 def _with_eager_hooks(compiled: _Compiled) -> _Compiled:
-    """`compiled`, which tells eager hooks around it which of its saved tensors are its inputs and outputs."""
+    """`compiled`, which tells eager hooks around it which of its saved tensors are its inputs and outputs.
+
+    A context that `torch.utils.checkpoint` covers has a warning here: Dynamo does not guard these hooks, so nothing may
+    be compiled for the call.
+    """
 
     def run(*args: Any) -> Any:
         top = autograd.top_hooks()
-        if top is None or not isinstance(top[0], pairs.EagerPack):
-            return compiled(*args)
-        return call_compiled(compiled, args)
+        if top is not None and isinstance(top[0], pairs.EagerPack):
+            return call_compiled(compiled, args)
+        if top is not None and pairs.open_contexts.stack and autograd.is_checkpointed():
+            unused.checkpointed(pairs.open_contexts.stack[-1][0].setting)
+        return compiled(*args)
 
     return run
 
