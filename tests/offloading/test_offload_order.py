@@ -16,8 +16,6 @@ from torch._inductor.utils import run_and_get_code
 
 import aot_hooks
 from aot_hooks import Rates
-from aot_hooks.offloading import placement
-from aot_hooks.torch_private import inductor_fusion
 
 pytestmark = pytest.mark.slow
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -41,14 +39,16 @@ class Mlp(nn.Module):
         return x
 
 
-def planned(gm: torch.fx.GraphModule) -> list[str]:
+def planned(graph: torch.fx.Graph) -> list[str]:
     """Products and our operators in the graph's order; in the backward with the names of the tensors they fetch."""
     found = []
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         ours = str(node.target).startswith("aot_hooks")
-        if ours or str(node.target) == "aten.mm.default":
+        if ours or str(node.target) in ("aten.mm.default", "aten.addmm.default"):
             slot = next((n.name for n in node.all_input_nodes if n.op == "placeholder"), "") if ours else ""
-            found.append(f"{str(node.target).split('.')[1]} {slot if '_packed_' in slot else ''}".strip())
+            found.append(
+                f"{str(node.target).split('.')[1] if ours else 'mm'} {slot if '_packed_' in slot else ''}".strip()
+            )
     return found
 
 
@@ -63,17 +63,13 @@ def generated(code: str) -> list[str]:
     ]
 
 
-def both(monkeypatch: pytest.MonkeyPatch, hook: aot_hooks.Hook) -> list[tuple[list[str], list[str]]]:
+def both(hook: aot_hooks.Hook) -> list[tuple[list[str], list[str]]]:
+    """The order in the graph that Inductor gets, and in the code that it generates: of the forward, of the backward."""
     plans: list[list[str]] = []
-
-    def spy(fw: torch.fx.GraphModule, bw: torch.fx.GraphModule, num_fwd_outputs: int) -> None:
-        placement.decide_at_run_time(fw, bw, num_fwd_outputs)
-        plans.extend(map(planned, (fw, bw)))
-
-    monkeypatch.setattr(sys.modules["aot_hooks.backend"], "decide_at_run_time", spy)
     torch.manual_seed(0)
     model, x = Mlp(), torch.randn(64, 32, requires_grad=True)
-    fn = torch.compile(model, backend="aot_hooks")
+    options = {"inductor": {"post_grad_custom_post_pass": lambda graph: plans.append(planned(graph))}}
+    fn = torch.compile(model, backend="aot_hooks", options=options)
 
     def step() -> None:
         with aot_hooks.saved_tensors_hooks(hook):
@@ -92,8 +88,8 @@ def both(monkeypatch: pytest.MonkeyPatch, hook: aot_hooks.Hook) -> list[tuple[li
 
 
 @pytest.mark.parametrize("then", [pytest.param(None, marks=pytest.mark.core), aot_hooks.int8(32)], ids=str)
-def test_generated_code_keeps_the_planned_order(monkeypatch: pytest.MonkeyPatch, then: aot_hooks.Hook | None) -> None:
-    (forward, forward_code), (backward, backward_code) = both(monkeypatch, aot_hooks.offload(0, then, rates=RATES))
+def test_generated_code_keeps_the_planned_order(then: aot_hooks.Hook | None) -> None:
+    (forward, forward_code), (backward, backward_code) = both(aot_hooks.offload(0, then, rates=RATES))
     assert forward_code == forward
     assert backward_code == backward
     ours = [line.split()[0] for line in (*forward, *backward) if "load" in line]
@@ -101,14 +97,6 @@ def test_generated_code_keeps_the_planned_order(monkeypatch: pytest.MonkeyPatch,
     # waits are not next to their starts: products stand between
     first = forward.index("offload_start")
     assert "mm" in forward[first : forward.index("offload_wait")]
-
-
-def test_without_dependencies_the_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail; should Inductor keep the order by itself one day, `_order_offload` can go."""
-    monkeypatch.setattr(inductor_fusion, "_order_offload", lambda nodes: nodes)
-    hook = aot_hooks.offload(0, rates=RATES)
-    with torch._inductor.config.patch(force_disable_caches=True):  # a cache entry would give the code of the test above
-        assert any(plan != code for plan, code in both(monkeypatch, hook))
 
 
 @pytest.mark.parametrize("then", ["float8", "int8"])
