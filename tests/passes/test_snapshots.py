@@ -14,7 +14,12 @@ import aot_hooks
 from aot_hooks import KEEP, last_plans, saved_tensors_hooks
 
 Tensor = torch.Tensor
-INNER = [pytest.param("aten", marks=pytest.mark.core), pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+def also_inductor(first: Any, *others: Any) -> list[Any]:
+    """Cases of operators one by one, and the first with Inductor too: the copy is made before either gets the graph."""
+    aten = [pytest.param("aten", each, marks=pytest.mark.core) for each in (first, *others)]
+    return [*aten, pytest.param("inductor", first, marks=pytest.mark.slow)]
 
 
 def running_mean(x: Tensor, state: Tensor, w: Tensor) -> Any:
@@ -71,8 +76,7 @@ def assert_same(got: list[Any], expected: list[Any]) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(("inner", "needs_grad"), also_inductor(False, True))
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_without_hooks(program: str, inner: str, needs_grad: bool) -> None:
     expected = train(PROGRAMS[program], needs_grad)
@@ -81,8 +85,7 @@ def test_without_hooks(program: str, inner: str, needs_grad: bool) -> None:
     assert last_plans(call) == ()
 
 
-@pytest.mark.parametrize("scope", ["donated", "no_static", "all"])
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(("inner", "scope"), also_inductor("donated", "no_static", "all"))
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_with_hooks(program: str, inner: str, scope: str) -> None:
     expected = train(PROGRAMS[program])
