@@ -22,7 +22,7 @@ NOTHING_PACKED = {"nn_lstm", "ste_round", "ste_floor", "ste_sign", "rounded_fact
 def check(name: str, inner: str) -> None:
     module, inputs, wrt = make(name)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=name in DYNAMIC):
-        verdicts, without_hooks = oracle.compare(module, inputs, wrt, inner=inner)
+        verdicts, without_hooks = oracle.compare(module, inputs, wrt, oracle.TWO_KINDS, inner=inner)
     assert without_hooks < 2.0**-5, f"{name} differs from eager mode without hooks by {without_hooks}"
     assert any(v.packed_count for v in verdicts) or name in NOTHING_PACKED, "nothing was packed"
     assert all(v.ok for v in verdicts), f"{name}\n{oracle.format_failures(verdicts)}"

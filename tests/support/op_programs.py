@@ -352,8 +352,15 @@ class Result:
         return all(v.ok for v in self.verdicts)
 
 
-def check(name: str, dtype_name: str, form: str, count: int = 1, magnitudes: Sequence[float] = (1.0,)) -> list[Result]:
-    """Compares the programs of one operator, under every hook that stores `dtype_name` in fewer bytes."""
+def check(
+    name: str,
+    dtype_name: str,
+    form: str,
+    count: int = 1,
+    magnitudes: Sequence[float] = (1.0,),
+    among: Sequence[str] = tuple(HOOKS),
+) -> list[Result]:
+    """Compares the programs of one operator, under every hook `among` these that stores `dtype_name` in fewer bytes."""
     dtype = DTYPES[dtype_name]
     result = functools.partial(Result, name, dtype_name, form)
     if name in EXCEPTIONS:
@@ -362,7 +369,7 @@ def check(name: str, dtype_name: str, form: str, count: int = 1, magnitudes: Seq
         found = programs(name, dtype, form, count, magnitudes)
     except NoProgram as e:
         return [result(reason=str(e))]
-    hooks = [hook for hook in HOOKS if hook != "cast" or dtype is torch.float32]
+    hooks = [hook for hook in among if hook != "cast" or dtype is torch.float32]
     results = []
     for program in found:
         reason = ""
