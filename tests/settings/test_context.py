@@ -202,9 +202,11 @@ def test_compiles_where_hooks_are_disabled(model: Chain, x: Tensor) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("said", [None, *SCOPES])
+@pytest.mark.parametrize(
+    ("said", "option"),
+    [*((None, option) for option in SCOPES), ("donated", "all"), ("no_static", "donated"), ("all", "no_static")],
+)
 @pytest.mark.parametrize("where", ["around", "inside"])
-@pytest.mark.parametrize("option", SCOPES)
 def test_a_context_that_says_no_scope_has_that_of_the_options(
     model: Chain, x: Tensor, said: str | None, where: str, option: str
 ) -> None:
