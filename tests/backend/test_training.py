@@ -98,8 +98,16 @@ def test_exactly_packed_training_is_training(make: Any, inner: str) -> None:
     torch.testing.assert_close(torch.tensor(exact), torch.tensor(plain), rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("hook", [HALF, aot_hooks.float8(), aot_hooks.float8(torch.float8_e5m2, "tensorwise")], ids=str)
-@pytest.mark.parametrize("make", [pytest.param(Mlp, marks=pytest.mark.core), Transformer])
+@pytest.mark.parametrize(
+    ("make", "hook"),
+    [
+        pytest.param(Mlp, HALF, marks=pytest.mark.core),
+        pytest.param(Mlp, aot_hooks.float8(), marks=pytest.mark.core),
+        pytest.param(Mlp, aot_hooks.float8(torch.float8_e5m2, "tensorwise"), marks=pytest.mark.core),
+        (Transformer, aot_hooks.float8()),
+    ],
+    ids=lambda each: each.__name__ if isinstance(each, type) else str(each),
+)
 def test_compiled_and_eager_follow_the_same_hooks(make: Any, hook: Hook) -> None:
     """A graph saves less than eager code does, so the two are not equal; both stay by what is trained without hooks."""
     losses = {inner: torch.tensor(train(make, hook, inner)) for inner in (None, "aten")}
