@@ -17,7 +17,7 @@ CONFTEST = Path(__file__).parents[1] / "conftest.py"
 FAST = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # which imports Hypothesis anew in each run
 
 TESTS = """
-import os
+import logging, os
 import pytest, torch
 
 hooks = torch.autograd.graph.saved_tensors_hooks
@@ -41,6 +41,12 @@ def test_seed(n):
 @pytest.mark.gpu
 def test_on_gpu(): assert False
 
+def test_graphs_are_printed_for_nobody():
+    assert not logging.getLogger("torch.__trace").handlers
+
+def test_guards_are_not_timed():
+    assert torch._dynamo.guards.profile_guard_manager(None, {}, 1) == 0.0
+
 def test_cache():
     cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
     print("cache at", cache, os.path.isdir(cache))
@@ -56,7 +62,7 @@ def test_what_is_left_behind_fails_the_test_that_left_it(pytester, monkeypatch):
 
     result = pytester.runpytest_subprocess("-rA", "-p", "no:cacheprovider", "-p", "no:xdist")
 
-    result.assert_outcomes(passed=8, errors=2, skipped=1)
+    result.assert_outcomes(passed=10, errors=2, skipped=1)
     result.stdout.fnmatch_lines(
         [
             "*AssertionError: saved-tensor hooks left on autograd's stack*",
