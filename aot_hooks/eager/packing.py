@@ -38,6 +38,7 @@ from ..graphs.layout import expanded_dimensions, with_strides
 from ..hook import KEEP, Hook
 from ..identity.frozen import described
 from ..identity.tensors import READ_EACH_TIME, tensor_digest
+from ..library.bitmask import bits_instead
 from ..offloading.hook import unrounded
 from ..settings.setting import SCOPE, Setting, looks_at_modules
 from ..torch_private import autograd, dynamo
@@ -228,10 +229,10 @@ def _out_of_scope(scope: str, x: torch.Tensor, outermost: FrameType | None) -> b
 
 
 def _choose_for(setting: Setting, row: EagerRow) -> Hook:
-    """The hook for `row`; of those that `offload` may not round, the one that sends them as they are."""
+    """The hook for `row`; if a lossy one leaves it, the one that stores it exactly, if there is one."""
     hook: Hook | None = setting.choose(row)
     while hook is not None and hook.why_not(row):
-        hook = unrounded(hook)
+        hook = unrounded(hook) or bits_instead(hook, row)
     return KEEP if hook is None else hook
 
 

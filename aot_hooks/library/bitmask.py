@@ -66,6 +66,11 @@ def _unpack(packed: Any) -> torch.Tensor:
     return from_memory_order(y, permutation)
 
 
+def bits_instead(hook: Hook, saved: SavedTensor) -> Hook | None:
+    """`bitmask()` for a mask that a lossy `hook` of the library leaves; None for any other tensor or hook."""
+    return bitmask() if hook.lossy and not hook.is_own and saved.dtype is torch.bool else None
+
+
 @interned
 def bitmask() -> Hook:
     """Store bool tensors at one bit an element: an eighth of the bytes, exact.

@@ -22,6 +22,7 @@ from ..graphs.layout import in_memory_order, is_contiguous
 from ..graphs.nodes import PACKED, REGION, annotation, producer, region_body, region_output, seen_from, view_source
 from ..graphs.saved import Boundary, Kind, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
+from ..library.bitmask import bitmask, bits_instead
 from ..library.lossless import compare_hook
 from ..offloading.hook import unrounded
 from ..offloading.schedule import Transfer
@@ -357,10 +358,10 @@ def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str, bo
     # rounding needs a number of the dtype for each outcome of a decision's tests
     unanswered = (f.read.why() for f in value.reads if f.tests and compare_hook(f.tests, value.row.dtype) is KEEP)
     if declined := hook.why_not(value.row) or (next(unanswered, None) if hook.lossy else None):
-        exact = unrounded(hook)
+        exact = unrounded(hook) or bits_instead(hook, value.row)
         if exact is None or exact.why_not(value.row):
             return KEEP, declined, True
-        return exact, f"{declined}; sent as it is", True
+        return exact, f"{declined}; {'a bit each' if exact is bitmask() else 'sent as it is'}", True
     if hook.eager:
         raise OptionError(
             f"hook '{hook.name}' is to run eagerly, but a region inside a compiled function or a policy chose "

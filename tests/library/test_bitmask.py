@@ -140,3 +140,22 @@ def test_cast_leaves_alone_what_it_would_not_make_smaller():
 def test_cast_to_something_else(dtype):
     with pytest.raises(aot_hooks.errors.OptionError, match="cast: dtype must be one of"):
         aot_hooks.cast(dtype)
+
+
+@pytest.mark.core
+def test_a_lossy_hook_stores_masks_as_bits() -> None:
+    """A comparison's: the same gradient as without a hook."""
+    x, w = torch.randn(64, 128), torch.eye(128).requires_grad_()
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = x @ w
+        return torch.where(h > 0.5, h, 0.1 * h).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="aot_hooks", options={"inner": "aten", "policy": aot_hooks.float8()})
+    (expected,) = torch.autograd.grad(loss(x, w), w)
+    (found,) = torch.autograd.grad(compiled(x, w), w)
+    assert torch.equal(found, expected)
+    (mask,) = (d for d in aot_hooks.last_plans(compiled)[0].decisions if d.saved.dtype is torch.bool)
+    assert (str(mask.hook), mask.packed_bytes, mask.saved_bytes) == ("bitmask", 64 * 128 // 8, 64 * 128)
+    assert mask.reason.endswith("leaves bool as it is; a bit each")
