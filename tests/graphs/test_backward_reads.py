@@ -241,7 +241,7 @@ SCORES = {
     "gelu": (lambda h, t: F.gelu(h).square().sum(), False),
     "softplus": (lambda h, t: F.softplus(h).square().sum(), True),
     "elu": (lambda h, t: F.elu(h).square().sum(), True),
-    "a gate": (lambda h, t: (h.sigmoid() * h.flip(0)).square().sum(), True),
+    "a gate of itself": (lambda h, t: (h.sigmoid() * h).square().sum(), False),
     "exponential of minus a square": (lambda h, t: (-(h * h)).exp().square().sum(), True),
     "exponential of a product with itself": (lambda h, t: (-h * h).exp().square().sum(), True),
     "exponential of a square": (lambda h, t: (h * h / 9).exp().square().sum(), True),
@@ -417,6 +417,7 @@ def test_every_smooth_operator_exists_and_reads_tensors_at_its_positions() -> No
         "prims.fma.default",
         "aten._fused_rms_norm.default",
         "aten._fused_rms_norm_backward.default",
+        "transformers.grouped_mm_fallback_backward.default",
     }
 
 

@@ -38,12 +38,19 @@ def test_the_committed_runs_have_five_thousand_programs_and_each_failure_a_reaso
     assert set(found["header"]["hooks"]) == set(oracle.HOOKS)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(21))
 def test_a_random_program_full_of_decisions_has_the_gradients_that_eager_mode_allows(seed: int) -> None:
     program = fuzz_decisions.generate(seed)
     verdicts = fuzz_decisions.check(program, hooks=oracle.TWO_KINDS)
     assert verdicts
     assert all(v.ok for v in verdicts), f"{program.code}{oracle.format_failures(verdicts)}"
+
+
+@pytest.mark.parametrize("seed", (72003, 72005, 72032))
+def test_inputs_of_any_magnitude_obey_the_same_rule(seed: int) -> None:
+    program = fuzz_decisions.generate(seed, (torch.float32,), (1e-3, 1e4))
+    verdicts = fuzz_decisions.check(program, hooks=("float8", "int8"))
+    assert all(v.ok for v in verdicts), f"{program.magnitude:g}\n{program.code}{oracle.format_failures(verdicts)}"
 
 
 @pytest.mark.slow
