@@ -152,9 +152,10 @@ def differing(ops: Iterator[Any], device: str) -> dict[str, Case]:
                         results = pytree.tree_leaves(op.op(input, *args, **kwargs))
                     except Exception:  # the operator takes no such layout, or the other inputs no such size
                         continue
-                shown = {x.data_ptr() for x in results if isinstance(x, torch.Tensor) and x.dim() and x.numel()}
-                for name, tensors in comparing.differ.items() if shown else ():
-                    here = found if any(x.data_ptr() in shown for x in tensors) else inside
+                tensors = [x for x in results if isinstance(x, torch.Tensor) and x.layout is torch.strided]
+                shown = {x.data_ptr() for x in tensors if x.dim() and x.numel()}
+                for name, differ in comparing.differ.items() if shown else ():
+                    here = found if any(x.data_ptr() in shown for x in differ) else inside
                     here.setdefault(f"{name} {layout}", Case(op.formatted_name, index, layout))
     return inside | found
 
