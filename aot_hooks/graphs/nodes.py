@@ -180,7 +180,8 @@ def seen_from(node: Node) -> dict[Node, tuple[Node, ...]]:
     """`node` and all tensors that it is a view of, the nearest first; each with the nodes that make `node` from it."""
     found: dict[Node, tuple[Node, ...]] = {node: ()}
     while (source := view_source(node)) is not None:
-        steps = (node.args[0], node) if node.target is operator.getitem else (node,)
+        call: Any = node.args[0]
+        steps = (call, node) if node.target is operator.getitem else (node,)
         inputs = {n for step in steps for n in step.all_input_nodes} - {source, *steps}
         if any(str(step.target) in _OF_STORAGE for step in steps):
             break

@@ -42,7 +42,7 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Insert a call of `target`, and give it its fake value. The first of `args` is the node of one or more tensors."""
     node = graph.call_function(target, args, kwargs)
     values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
-    first = next(v for v in torch_values.pytree.tree_leaves(values[0]) if isinstance(v, torch.Tensor))
+    first: Any = next(v for v in torch_values.pytree.tree_leaves(values[0]) if isinstance(v, torch.Tensor))
     with torch_values.tracing_on_fakes(first.fake_mode):
         node.meta["val"] = target(*values, **kwargs)
     return node
