@@ -121,8 +121,9 @@ class Checked:
         """`run(*args)`, the compiled forward with hooks, whose backward is compared if it is the first one."""
         if self.gives_up:
             return self.without[0](*args)
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if self.done or not torch.is_grad_enabled() or any(map(torch_values.is_traced_value, tensors)):
+        if self.done or not torch.is_grad_enabled():
+            return run(*args)
+        if any(isinstance(a, torch.Tensor) and torch_values.is_traced_value(a) for a in args):  # while DDP's are cut
             return run(*args)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return run(*args)
