@@ -144,7 +144,16 @@ class HostState:
         """What differs in `after`, by path, as text: "True became False"."""
         paths = dict.fromkeys([*self.leaves, *after.leaves])
         pairs = ((path, self.leaves.get(path, MISSING), after.leaves.get(path, MISSING)) for path in paths)
-        return {path: f"{_text(old)} became {_text(new)}" for path, old, new in pairs if old != new}
+        return {path: f"{self._text(old)} became {after._text(new)}" for path, old, new in pairs if old != new}
+
+    def _text(self, leaf: Any) -> str:
+        if leaf is MISSING:
+            return "nothing"
+        if isinstance(leaf, tuple):
+            return str(float.fromhex(leaf[1])) if leaf[0] is float else repr(leaf[1])
+        if isinstance(leaf, int):  # the identity of an object
+            return f"a {type(self._seen[leaf][0]).__name__} at 0x{leaf:x}"
+        return str(getattr(leaf, "__name__", leaf))
 
     def accept(self, container: dict[Any, Any], key: Any) -> None:
         """Replace the snapshot's value of `container[key]` by the current one."""
@@ -424,11 +433,3 @@ _Content = tuple[bytes, Any, Any]  # bytes, shape, dtype
 def _content(value: Any) -> _Content:
     content = value.tobytes() if hasattr(value, "tobytes") else bytes(value)
     return content, getattr(value, "shape", None), getattr(value, "dtype", None)
-
-
-def _text(leaf: Any) -> str:
-    if leaf is MISSING:
-        return "nothing"
-    if isinstance(leaf, tuple):
-        return str(float.fromhex(leaf[1])) if leaf[0] is float else repr(leaf[1])
-    return "an object" if isinstance(leaf, int) else getattr(leaf, "__name__", leaf)

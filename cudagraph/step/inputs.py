@@ -6,7 +6,7 @@ on the CPU: --stream of their own--> staged --the same copy-->      while the gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,23 @@ def key_of(flat: Sequence[Any], spec: Any) -> tuple[Any, ...]:
         (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if type(x) is torch.Tensor else key_value(x)
         for x in flat
     ]
+
+
+def changing_number(key: tuple[Any, ...], others: Iterable[tuple[Any, ...]]) -> str | None:
+    """If `key` differs from all of `others` in one argument that is no tensor: text such as "input 1 is another int".
+
+    None if it differs from one of them in anything else, such as a shape.
+    """
+    differing = set()
+    for other in others:
+        if len(other) != len(key):
+            return None
+        differing |= {i for i, (x, y) in enumerate(zip(key, other, strict=True)) if x != y}
+    if len(differing) != 1 or 0 in differing:
+        return None
+    (i,) = differing
+    kind = key[i][0]  # see `key_value`; for a tensor it is a shape
+    return f"input {i - 1} is another {kind.__name__}" if isinstance(kind, type) else None
 
 
 def reason_against(flat: Sequence[Any]) -> str | None:

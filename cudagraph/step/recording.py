@@ -64,6 +64,15 @@ def rates_of(host: HostState) -> dict[str, dict[str, Any]]:
     }
 
 
+class ChangesValue(CannotCapture):
+    """The step itself changes the host value at `path` each time."""
+
+    def __init__(self, path: str, how: str, *, is_tensor: bool) -> None:
+        way_out = "return it instead of keeping it there" if is_tensor else "change it outside of the step"
+        super().__init__(f"changes {path} each time, which a replay would not: {how}; {way_out}")
+        self.path = path
+
+
 @contextlib.contextmanager
 def on_device(rates: Sequence[Rate]) -> Iterator[None]:
     """A context in which optimizers find the tensors of `rates` as their learning rates."""
@@ -289,7 +298,7 @@ def record(
         host.restore()  # the step may have put equal containers in the place of the old ones
         host.note_versions()
         for path, how in changed.items():
-            raise CannotCapture(f"changes {path} each time, which a replay would not: {how}")
+            raise ChangesValue(path, how, is_tensor=path in now.tensors)
         rebound = {id(x) for x in snapshot.rebound()}
         for path, x in host.tensors.items():
             if id(x) in rebound:

@@ -35,9 +35,9 @@ from ..tree.node import Cursor
 from ..tree.tree import Failure
 from .gradients import LastGradients, ReadsGradients
 from .host import CannotCompare, HostState
-from .inputs import arguments_of, flat_arguments, key_of, reason_against
+from .inputs import arguments_of, changing_number, flat_arguments, key_of, reason_against
 from .model_step import ModelStep
-from .recording import StepRecording, make_capturable, parallel, parameters_of, rates_of, record
+from .recording import ChangesValue, StepRecording, make_capturable, parallel, parameters_of, rates_of, record
 from .watch import users_line
 
 log = logging.getLogger("cudagraph")
@@ -158,7 +158,13 @@ class WholeStep:
             if key == recording.key and (aliased := recording.aliased(flat)) is not None:
                 return self._skip(f"input {aliased} is in memory that the step writes to; give it a copy", flat, spec)
         if key not in self.warm and len(self.warm) >= self.options.size_limit:
-            return self._skip(f"it was called with {len(self.warm)} shapes (options['size_limit'])", flat, spec)
+            reason = f"it was called with {len(self.warm)} shapes (options['size_limit'])"
+            number = changing_number(key, self.warm)
+            if number is None:
+                return self._skip(reason, flat, spec)
+            reason = f"{number} in each call, and a recording is for one number; give it as a tensor"
+            never_again = not any(self.recordings.values())
+            return self._refuse(reason, flat, spec) if never_again else self._skip(reason, flat, spec)
         host = self._host()
         if self.cursor is None:
             devices = dict.fromkeys(x.device for x in host.tensors.values() if x.device.type == self.driver.device_type)
@@ -271,6 +277,7 @@ class WholeStep:
             line = "" if failure.is_ours else users_line(error.__traceback__)
             reason, is_final = f"{failure.reason} ({line})" if line else failure.reason, failure.is_final
             wants_warmup, wants_gradients = failure.needs_warmup, isinstance(error, ReadsGradients)
+            changed_by_step = (error.path,) if isinstance(error, ChangesValue) else ()
         else:
             counters.add("recordings")
             counters.add("rerecordings", bool(self.recordings.get(key)))
@@ -285,7 +292,7 @@ class WholeStep:
             changed = ", ".join(f"{path}: {text}" for path, text in host.differences(now).items())
             changed = changed or "torch's settings, or somebody holds its gradients (return clones of them)"
             reason, is_final = f"what it reads changed while it was captured: {changed[:500]}", True
-            wants_warmup = wants_gradients = False
+            wants_warmup, wants_gradients, changed_by_step = False, False, ()
         pool.broken = pool.broken or not pool.live_blocks_are(blocks)
         if wants_gradients:
             self.reads_gradients = True
@@ -294,6 +301,9 @@ class WholeStep:
         if (wants_warmup or not is_final) and self.failed_captures < MOST_FAILED_CAPTURES:
             log.info("%s is captured another time: %s", self.name, reason)
             return self._warm_up(flat, spec)
+        # A step changes such a value with the update outside and with rates as numbers as well.
+        if any(not path.startswith((*host.optimizers, "optimizer")) for path in changed_by_step):
+            return self._refuse(reason, flat, spec)
         if self.reads_rates:
             self.reads_rates, self.rates_refused = False, True
             log.info("%s is recorded for each learning rate: %s", self.name, reason)

@@ -218,3 +218,50 @@ def test_a_learning_rate_on_the_device_is_bitwise_that_of_eager_mode(device):
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 50) for o in optimizers]
     run(step, expected, models, batches(device, 50), lambda i: [each.step() for each in schedules])
     assert cudagraph.stats()["replays"] == 49
+
+
+class Counting(torch.nn.Module):
+    """Its forward sets an attribute."""
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.keeps, self.kept = keeps, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.kept = (self.kept or 0) + 1 if self.keeps == "number" else y.abs().mean()
+        return y
+
+
+@pytest.mark.parametrize("keeps", ["number", "tensor"])
+def test_what_a_forward_sets_is_named_beside_a_schedule(device: torch.device, keeps: str) -> None:
+    """The learning rate changes too, which is handled: it is not what keeps the step from being captured."""
+    model = Counting(keeps).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (count + 1))
+    step = cudagraph.whole_step(model, lambda y: y.square().mean(), optimizer)
+    for _ in range(8):
+        step(torch.randn(2, 4, device=device))
+        schedule.step()
+    way_out = "outside of the step" if keeps == "number" else "a Tensor at 0x"
+    assert step.refused.startswith("changes model.kept each time") and way_out in step.refused
+    assert step.update_refused == "" and "lr" not in step.refused
+
+
+def test_a_number_that_is_another_one_in_each_call_is_named(device: torch.device) -> None:
+    model = torch.nn.Linear(4, 4).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = cudagraph.whole_step(model, lambda y, n: y.square().mean() * n, optimizer, options={"size_limit": 3})
+    x = torch.randn(2, 4, device=device)
+    for n in range(6):
+        step(x, n)
+    assert step.refused == "input 1 is another int in each call, and a recording is for one number; give it as a tensor"
+    step = cudagraph.whole_step(model, lambda y, n: y.square().mean() * n, optimizer, options={"size_limit": 3})
+    for n in (1, 1, 1, 2, 3, 4, 1):  # one that comes again keeps its recording
+        step(x, n)
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 1
+    step = cudagraph.whole_step(model, lambda y: y.square().mean(), optimizer, options={"size_limit": 3})
+    for n in range(1, 6):
+        step(torch.randn(n, 4, device=device))
+    assert step.refused == ""
