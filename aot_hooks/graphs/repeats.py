@@ -46,9 +46,16 @@ def draws(node: Node) -> bool:
     return not any(_has_argument(node.target, name) and argument_called(name, node) == off for name, off in never)
 
 
-def draw_counts(gm: GraphModule) -> Counter[Any]:
-    """How many nodes of `gm` draw random numbers, by operator."""
-    return Counter(node.target for node in gm.graph.nodes if draws(node))
+def draw_counts(gm: GraphModule, *, with_state: bool = False) -> Counter[Any]:
+    """How many nodes of `gm` draw random numbers, by operator; `with_state`: also those with a state of the generator.
+
+    In the forward the latter are operators of the joint graph, too. In the backward they draw the same once more.
+    """
+    counts = Counter(node.target for node in gm.graph.nodes if draws(node))
+    if with_state:
+        states = [node for node in gm.graph.nodes if str(node.target) in _WITH_STATE]
+        counts.update(next((a for a in node.args if torch_values.is_operator(a)), node.target) for node in states)
+    return counts
 
 
 def twins(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> dict[Node, Node]:
@@ -62,11 +69,13 @@ def twins(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> dict[Node, 
     drawn = {node.name: node for node in fw.graph.nodes if draws(node)}
     found = {slot: node for node, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(node, Node)}
     for node in bw.graph.nodes:
-        if node.op not in ("call_function", "get_attr") or not all(n in found for n in node.all_input_nodes):
+        if node.op not in ("call_function", "get_attr"):
             continue
-        twin = known.get(_key(node, bw, {n: numbers[found[n]] for n in node.all_input_nodes}))
-        if draws(node):
+        twin = None
+        if draws(node):  # whatever its arguments are: a part of them may be computed with a state
             twin = drawn.get(node.name)
+        elif all(n in found for n in node.all_input_nodes):
+            twin = known.get(_key(node, bw, {n: numbers[found[n]] for n in node.all_input_nodes}))
         if twin is not None and twin.target == node.target:
             found[node] = twin
     return found

@@ -29,7 +29,7 @@ def partitioned(
 
     Raises `UnsupportedGraphError` if the backward would draw other random numbers than the forward.
     """
-    counts = draw_counts(joint)
+    counts = draw_counts(joint, with_state=True)
     fw, bw = split()
     save_what_was_drawn(fw, bw, num_fwd_outputs, counts)
     copied: set[Node] = set()

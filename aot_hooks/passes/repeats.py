@@ -202,7 +202,7 @@ def _erase(gm: GraphModule, ends: Collection[Node]) -> None:
 
 
 def _check_drawn_once(fw: GraphModule, bw: GraphModule, counts: Counter[Any]) -> None:
-    found = draw_counts(fw) + draw_counts(bw)
+    found = draw_counts(fw, with_state=True) + draw_counts(bw)
     for target, count in found.items():
         if count > counts[target]:
             where = next((line for n in bw.graph.nodes if n.target == target and (line := source_line(n))), "")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from steps import ATEN
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
 from aot_hooks.backend import aot
@@ -77,6 +78,18 @@ def test_random_numbers_are_those_of_the_forward_under_torchs_memory_budget() ->
         with torch._functorch.config.patch(activation_memory_budget=share):
             found, saved_bytes = trained(**options)
         assert all(map(torch.equal, found, expected)) and sum(saved_bytes) < all_bytes
+
+
+def test_checkpoints_under_torchs_memory_budget() -> None:
+    """Torch passes states of the generator for what a checkpoint computes again, but not for the rest."""
+    kinds = (
+        lambda h: checkpoint(lambda h: F.dropout(h, 0.3).sin() * torch.rand_like(h), h, use_reentrant=False),
+        lambda h: F.dropout(h, 0.3),
+    )
+    expected, _ = trained(kinds, **ATEN)
+    with torch._functorch.config.patch(activation_memory_budget=0.0):
+        found, _ = trained(kinds, **ATEN)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.core
