@@ -326,7 +326,7 @@ def _why_unpackable(value: SavedValue, readers: Sequence[Node]) -> str:
     if node.meta.get(PACKED) or (inside is not None and inside.meta.get(PACKED)):
         return "packed in a nested compiled region"
     if node.meta.get(SNAPSHOT):
-        return "an input of the graph, as it was before the graph, or the program, writes to it"
+        return "an input of the graph, as it was before the graph writes to it, or the program does"
     if _read_beside(value):
         return "the backward reads the memory beside it, by as_strided"
     return ""
