@@ -458,7 +458,7 @@ def test_only_decisions_cross_as_bits_and_gradients_are_bitwise(dtype):
     numbers, mask = after.plan.decisions
     assert (str(mask.hook), mask.packed_bytes, mask.saved_bytes) == ("bitmask", 64, 0)
     assert (str(numbers.hook), numbers.packed_bytes, numbers.saved_bytes) == ("answers", 0, 512 * dtype.itemsize)
-    assert [s.meta["val"].dtype for s in after.saved] == [torch.uint8]
+    assert [s.meta["val"].dtype for s in after.packed] == [torch.uint8]
     assert "the outcome of aten.eq.Tensor for 'sin'" in mask.reason
 
 
