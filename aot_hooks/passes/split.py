@@ -22,7 +22,7 @@ _aten = torch.ops.aten
 def split_decisions(bw: GraphModule) -> None:
     """Write such operators of `bw` as their parts, in place."""
     graph = bw.graph
-    nodes = graph.find_nodes(op="call_function", target=_aten._prelu_kernel_backward.default)
+    nodes = [node for node in graph.nodes if str(node.target) == "aten._prelu_kernel_backward.default"]
     for node in nodes:
         g, x, w = node.args
         known = set(graph.nodes)
