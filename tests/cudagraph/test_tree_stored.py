@@ -133,7 +133,7 @@ def test_what_decides_the_capture_is_in_the_key_and_what_acts_later_is_not(monke
     keys.append(entry.key_of(found_in(lambda x, w: (x @ w,))[0], INDUCTOR, "cuda"))
     monkeypatch.setattr(entry, "is_host_operator", lambda operator: True)
     keys.append(entry.key_of(gm, INDUCTOR, "cuda"))
-    monkeypatch.setattr(entry, "_sources", lambda: "other sources")
+    monkeypatch.setattr(entry, "sources", lambda: "other sources")
     keys.append(entry.key_of(gm, INDUCTOR, "cuda"))
     assert len(set(keys)) == len(keys)
 

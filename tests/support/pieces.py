@@ -37,6 +37,15 @@ scaled.register_autograd(
 )
 
 
+@torch.library.custom_op("cudagraph_tests::gate", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def gate(x: torch.Tensor) -> torch.Tensor:
+    """An operator that can't be captured. It has no gradient formula: a graph of one that has is in no cache."""
+    return x.sigmoid()
+
+
+gate.register_fake(torch.empty_like)
+
+
 @contextmanager
 def fake_devices() -> Iterator[FakeTensorMode]:
     """Tensors made inside are fake, on any device."""
