@@ -38,6 +38,7 @@ _end: Callable[[], None] | None = None  # ends the exchange of callbacks; None w
 # callbacks that replace it, by the key of the `Enabled`
 _exchanged: Memo[tuple[Any, dict[str, Any]]] = Memo()
 _caller = threading.local()  # `wrapper`: weakly, of the compiled function that this thread called last
+_SHARDED = "under FSDP2's fully_shard: there put the layers into a class of your own"
 _borrows: Memo[bool] = Memo()  # wrappers of functions for which Dynamo runs graphs of equal ones
 
 
@@ -176,8 +177,10 @@ class Enabled:
         left = dynamo.left_to_python()
         new = [text for text, count in left.items() if count != self._left_before.get(text)]
         if new:
+            sharded = "function `disable`" in new[-1]  # FSDP2's forward of a module calls it
             return (
-                f"A compiled function was called, but Dynamo left it to Python: {_in_one_line(new[-1])} Compile the "
+                f"A compiled function was called, but Dynamo left it to Python: {_in_one_line(new[-1])} "
+                f"{f'An nn.Sequential is not compiled {_SHARDED}. ' if sharded else ''}Compile the "
                 "parts that it can trace. A context around the call packs what eager code saves"
             )
         earlier = f" Earlier it left a function to Python: {_in_one_line([*left][-1])}" if left else ""
@@ -185,7 +188,7 @@ class Enabled:
             "A compiled function was called, but Dynamo ran none of its graphs. It compiles a function once for each "
             "policy, at most torch._dynamo.config.recompile_limit times: call torch._dynamo.reset(), or raise the "
             f"limit.{earlier} Before torch 2.15 nn.Sequential(...).compile() compiles nothing; torch.compile(module) "
-            "does, but not under FSDP2's fully_shard: there put the layers into a class of your own"
+            f"does, but not {_SHARDED}"
         )
 
     def __call__(self, *_: Any, **__: Any) -> Any:

@@ -191,7 +191,7 @@ class _Cuda:
             return None
         bytes_over = torch.cuda.max_memory_allocated() - self.base
         torch.cuda.reset_peak_memory_stats()
-        return bytes_over
+        return bytes_over or None  # a step that allocates nothing there runs on another device
 
 
 def _watch_modules(found: Recorded, options: Mapping[str, Any], cuda: _Cuda) -> list[Any]:

@@ -279,12 +279,12 @@ def in_autograd_function() -> bool:
     return not forward_mode() and not torch.is_inference_mode_enabled()
 
 
-def checkpoint_around() -> weakref.ref[Any] | None:
+def checkpoint_around(hooks: tuple[Any, Any] | None) -> weakref.ref[Any] | None:
     """For a forward under `torch.utils.checkpoint`: a reference that lives as long as something that it saved there.
 
     It is to the hook that gives saved tensors back, which torch makes for each such forward. None elsewhere.
+    `hooks`: the innermost hooks on saved tensors, of `top_saved_tensor_hooks`.
     """
-    hooks = top_saved_tensor_hooks(False)
     return weakref.ref(hooks[1]) if hooks and hooks[1].__module__ == "torch.utils.checkpoint" else None
 
 

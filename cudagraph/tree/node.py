@@ -157,6 +157,7 @@ class Recording(Node):
         self.replay_count = 0
         piece = self.function.piece
         self.is_forward = not piece.is_backward and not piece.is_inference
+        self.saves_nothing = not outputs.saved
         # Outputs that may get a history. If it is unknown which are saved, `watch_saved` has all of them.
         saved = () if piece.is_inference else piece.saved_outputs
         told = not piece.is_backward and saved is not None
@@ -171,6 +172,7 @@ class Recording(Node):
         # come; see `note_history`.
         self.given: Sequence[weakref.ref[torch.Tensor]] = ()
         self.checkpoint: weakref.ref[Any] | None = None
+        self.has_noted = False  # whether its last run set these two
         self.edge: Edge = self.replay  # leads here from the parent; or a `StableInputProbe`
         self.choose_output_path()
 
@@ -223,7 +225,10 @@ class Recording(Node):
             outputs = [template.data for template in self.templates]
         else:
             outputs = self.make_outputs(inputs)
-        if self.is_forward or (self.with_history and not torch_cuda.forward_mode()):
+        if self.is_forward:
+            if self.has_noted or self.saves_nothing or torch_cuda.top_saved_tensor_hooks(False) is not None:
+                self.note_history(outputs)
+        elif self.with_history and not torch_cuda.forward_mode():
             self.note_history(outputs)
         return outputs
 
@@ -231,17 +236,24 @@ class Recording(Node):
         """Launch the graph for the inputs it was just recorded with, which it empties; returns the outputs."""
         self.launch()
         outputs = self.make_outputs(inputs)
-        if self.is_forward or (self.with_history and not torch_cuda.forward_mode()):
+        if self.is_forward or self.with_history:
             self.note_history(outputs)
         return outputs
 
     def note_history(self, outputs: list[Any]) -> None:
         """Note what tells later whether a backward of this run is still to come: of a forward, or of a function in the
-        forward of an `autograd.Function`, as under a re-entrant checkpoint. Outputs get their history afterwards."""
-        if not self.is_forward and not torch_cuda.in_autograd_function():
-            return
-        self.given = [*map(weakref.ref, [outputs[k] for k in self.with_history])]
-        self.checkpoint = torch_cuda.checkpoint_around()
+        forward of an `autograd.Function`, as under a re-entrant checkpoint. Outputs get their history afterwards.
+
+        Autograd holds what a forward saves until its backward has run, unless hooks on saved tensors take it away. Then
+        `watch_saved` is enough, and nothing is noted: it would take 1 us for an output.
+        """
+        hooks = torch_cuda.top_saved_tensor_hooks(False)
+        if self.is_forward:
+            self.has_noted = self.saves_nothing or hooks is not None
+        else:
+            self.has_noted = torch_cuda.in_autograd_function()
+        self.given = [weakref.ref(outputs[k]) for k in self.with_history] if self.has_noted else ()
+        self.checkpoint = torch_cuda.checkpoint_around(hooks) if self.has_noted else None
 
     def awaits_backward(self) -> bool:
         if self.checkpoint is not None and self.checkpoint() is not None:

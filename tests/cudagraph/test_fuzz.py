@@ -120,7 +120,7 @@ def inputs_are_left_out(monkeypatch):
     [
         (dead_or_not, 30),
         (steps_at_any_time, 5),
-        (any_backward_answers, 165),
+        (any_backward_answers, 1020),
         (failures_end_steps, 95),
         (moved_buffers, 0),
         (reads_take_away, 10),

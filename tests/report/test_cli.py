@@ -83,7 +83,7 @@ def test_report_of_a_script(how: str, script: str, tmp_path: Path, capsys: Any) 
     assert "optimizer steps: 4" in text and len(losses(text)) == 4
     assert ("compiled graph" in text) == (how == "compile")
     assert ("run eagerly" in text) == (how == "eager")
-    assert data["measured_peak_bytes"] is None or data["measured_peak_bytes"] > 0
+    assert data["measured_peak_bytes"] is None  # it trains on the CPU, also where torch has a GPU
 
 
 def test_a_script_computes_what_it_would(script: str, capsys: Any) -> None:
@@ -271,7 +271,7 @@ def test_a_context_inside_the_script_is_reported_and_nothing_listens_on(tmp_path
         "pack, unpack = float8().pack, float8().unpack\n"
         "def f(x):\n"
         "    with saved_tensors_hooks(pack, unpack):\n"
-        "        return checkpoint_name(x @ x, 'wave').cos().sum()\n"
+        "        return checkpoint_name(x @ x, 'wave').square().sum()\n"
         "f = torch.compile(f, backend='aot_hooks', options={'inner': 'aten'})\n"
         "f(torch.randn(64, 64, requires_grad=True)).backward()\n"
     )
