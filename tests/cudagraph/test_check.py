@@ -12,6 +12,12 @@ from cudagraph.graph.blockers import capture_device, is_free, reason_against, re
 pytestmark = pytest.mark.core
 
 
+@pytest.fixture(autouse=True)
+def devices_that_nobody_has(monkeypatch):
+    """torch makes a real tensor on the device of a fake one, where it sees a GPU at all; the second may be missing."""
+    monkeypatch.setattr(torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None)
+
+
 def cuda(*size, dtype=torch.float32, index=0):
     return torch.empty(*size, dtype=dtype, device=f"cuda:{index}")
 
