@@ -60,4 +60,5 @@ def test_a_tenth_of_the_error_is_left(monkeypatch):
 
     monkeypatch.setattr(search, "solve", noted)
     aot_hooks.plan(model, torch.randn(256, 32), policy=budget(max_slowdown=1.0, max_error=0.05), inner="aten")
-    assert asked and all(error == pytest.approx(0.045) for error in asked)
+    with_rounding = [error for error in asked if error]  # exact means alone are tried as well
+    assert with_rounding and all(error == pytest.approx(0.045) for error in with_rounding)
