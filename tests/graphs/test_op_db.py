@@ -37,6 +37,10 @@ OTHERS = tuple(
 
 @pytest.mark.parametrize(("name", "dtype", "form"), [*((name, "float32", "activated") for name in ACTIVATED), *OTHERS])
 def test_a_hook_costs_an_operator_no_more_than_in_eager_mode(name: str, dtype: str, form: str) -> None:
+    if name == "aminmax" and name not in op_programs.operators():  # as in torch 2.11
+        with pytest.raises(RuntimeError, match="derivative for aten::aminmax is not implemented"):
+            torch.aminmax(torch.ones(2, requires_grad=True))
+        return
     (result,) = op_programs.check(name, dtype, form, among=oracle.TWO_KINDS)
     assert not result.reason, result.reason
     assert result.without_hooks < 2.0**-5
