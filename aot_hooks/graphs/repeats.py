@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..torch_private import values as torch_values
-from .nodes import argument_called
 from .saved import crossing_pairs
 
 # the arguments of these say which numbers come: a state of the generator, or its seed and offset
@@ -28,6 +28,8 @@ _WITH_STATE = (
     "graphsafe_run_with_rng_state",
     "rngprims.philox_rand.default",
 )
+# with these arguments an operator draws nothing: without dropout, or called for evaluation
+_WITHOUT_DRAWS = {"dropout_p": 0, "p": 0, "train": False, "training": False}
 
 
 def draws(node: Node) -> bool:
@@ -39,11 +41,19 @@ def draws(node: Node) -> bool:
         return False
     if isinstance(node.target, torch_values.HigherOrderOperator):
         return any(_draws_inside(node, argument) for argument in (*node.args, *node.kwargs.values()))
-    if not _is_random(node.target):
+    return _draws(node.target, node.args, node.kwargs)
+
+
+def _draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the operator `target` draws random numbers if it is called so."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
-    # without dropout, or called for evaluation, all numbers are known
-    never = [("dropout_p", 0), ("p", 0), ("train", False), ("training", False)]
-    return not any(_has_argument(node.target, name) and argument_called(name, node) == off for name, off in never)
+    schema = torch_values.schema_of(target)
+    for i, argument in enumerate(() if schema is None else schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        if argument.name in _WITHOUT_DRAWS and value == _WITHOUT_DRAWS[argument.name]:
+            return False
+    return True
 
 
 def draw_counts(gm: GraphModule, *, with_state: bool = False) -> Counter[Any]:
@@ -52,9 +62,14 @@ def draw_counts(gm: GraphModule, *, with_state: bool = False) -> Counter[Any]:
     In the forward the latter are operators of the joint graph, too. In the backward they draw the same once more.
     """
     counts = Counter(node.target for node in gm.graph.nodes if draws(node))
-    if with_state:
-        states = [node for node in gm.graph.nodes if str(node.target) in _WITH_STATE]
-        counts.update(next((a for a in node.args if torch_values.is_operator(a)), node.target) for node in states)
+    for node in gm.graph.nodes if with_state else ():
+        if str(node.target) not in _WITH_STATE:
+            continue
+        position = next((i for i, argument in enumerate(node.args) if torch_values.is_operator(argument)), None)
+        if position is None:
+            counts[node.target] += 1
+        elif _draws(node.args[position], node.args[position + 1 :], node.kwargs):
+            counts[node.args[position]] += 1
     return counts
 
 
@@ -96,24 +111,13 @@ class _Number(str):
         return str(self)
 
 
-@functools.cache  # operators are few
-def _is_random(target: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-
-
-@functools.cache
-def _has_argument(target: Any, name: str) -> bool:
-    schema = torch_values.schema_of(target)
-    return schema is not None and any(argument.name == name for argument in schema.arguments)
-
-
 def _draws_inside(call: Node, argument: Any) -> bool:
     """Whether `argument` of a higher-order operator draws: a random operator that it runs, or a graph of nodes."""
     if isinstance(argument, Node) and argument.op == "get_attr":
         root = call.graph.owning_module
         inner = functools.reduce(lambda m, name: getattr(m, name, None), str(argument.target).split("."), root)
         return isinstance(inner, GraphModule) and any(map(draws, inner.graph.nodes))
-    return torch_values.is_operator(argument) and _is_random(argument)
+    return torch_values.is_operator(argument) and torch.Tag.nondeterministic_seeded in getattr(argument, "tags", ())
 
 
 def results(node: Node) -> list[Node]:
