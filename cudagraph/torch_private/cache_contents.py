@@ -96,6 +96,8 @@ def _target_by_name(node: Node) -> str:
     name = f"function {getattr(target, '__module__', None)}.{getattr(target, '__qualname__', target)}"
     if isinstance(target, types.BuiltinFunctionType):
         return "" if _is_unbound(target) else name
+    if isinstance(target, types.MethodDescriptorType):  # Tensor.set_, say: torch's own check asks it for a module
+        return "" if _is_of_torch(target.__objclass__) else name
     if node.meta.get("is_wrapped"):  # torch.fx.wrap: its `user_cache_hash` is in no key of torch's
         return name
     try:

@@ -123,6 +123,14 @@ def test_what_has_a_name_only(what: Any, name: str) -> None:
     assert found.endswith(name) and bool(found) == bool(name)
 
 
+def test_methods_of_tensors_are_torchs_own() -> None:
+    """Dynamo calls them unbound where a parameter gets other data. Such a method has no module."""
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    graph.output(graph.call_function(torch._C.TensorBase.set_, (x, y)))
+    assert not held_by_name(torch.fx.GraphModule({}, graph))
+
+
 def test_attributes_arguments_and_modules_of_a_graph_have_contents_or_are_named() -> None:
     class Own(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
