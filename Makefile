@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 PINS  := constraints/common.txt $(wildcard constraints/torch-$(TORCH).txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all integrations torchtitan docs lint format types mutations clean
+.PHONY: help demo test test-all integrations trainers torchtitan zoo docs lint format types mutations clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,11 +37,17 @@ mutations: $(READY)  ## break the code in known ways, one by one: tests must fai
 	$(BIN)/python tests/support/mutations.py $(ARGS)
 
 # In environments on top of that of the tests, which has torch.
-integrations torchtitan: export OMP_NUM_THREADS ?= 1
-integrations torchtitan: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
-integrations: $(VENV)-integrations/.ready  ## tests with the real transformers, TRL, Accelerate, Lightning and torchao
+trainers zoo torchtitan: export OMP_NUM_THREADS ?= 1
+trainers zoo torchtitan: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+integrations: trainers zoo  ## the trainers and the zoo
+
+trainers: $(VENV)-integrations/.ready  ## tests with the real transformers, TRL, Accelerate, Lightning and torchao
 	$(VENV)-integrations/bin/python -m pytest -n $(WORKERS) --dist load tests/integrations \
-		--ignore tests/integrations/test_torchtitan.py $(ARGS)
+		--ignore tests/integrations/test_torchtitan.py --ignore tests/integrations/test_zoo.py $(ARGS)
+
+# Its time limit is its own: it takes some 20 minutes on 2 cores.
+zoo: $(VENV)-zoo/.ready  ## gradients of 43 models of transformers, diffusers, timm, peft and torch-geometric
+	timeout 2700 $(VENV)-zoo/bin/python -m pytest -n $(WORKERS) --dist load tests/integrations/test_zoo.py $(ARGS)
 
 torchtitan: $(VENV)-torchtitan/.ready  ## tests with the real torchtitan
 	$(VENV)-torchtitan/bin/python -m pytest tests/integrations/test_torchtitan.py $(ARGS)
