@@ -102,6 +102,7 @@ class Checked:
         written: inputs that the forward writes to.
         left: what stayed unpacked when the graph was compiled.
         done: compared, or given up.
+        failed: compared, and above the limit. Other calls whose backward comes later take gradients without hooks.
         gives_up: the function can't be compiled again, so the graph without hooks runs from now on.
     """
 
@@ -115,6 +116,7 @@ class Checked:
     written: set[int]
     left: Unpacked
     done: bool = False
+    failed: bool = False
     gives_up: bool = False
 
     def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -131,7 +133,8 @@ class Checked:
         outputs = run(*args)
         if (node := autograd.node_behind(outputs)) is not None:
             call.after(outputs)
-            node.register_hook(functools.partial(_has_run, call, node))
+            call.names = [call._label(edge) for edge, _ in node.next_functions]
+            node.register_hook(functools.partial(_has_run, call))  # without the node, which would hold itself
         return outputs
 
     def leave(self, causes: Causes, error: Error) -> None:
@@ -164,6 +167,7 @@ class _Call:
     random: _RandomState
     random_after: _RandomState | None = None
     samples: list[torch.Tensor] = field(default_factory=list)
+    names: list[tuple[str, bool]] = field(default_factory=list)  # of its gradients, and whether each is a leaf's
     problem: str = ""  # why it can't be compared
 
     @staticmethod
@@ -219,12 +223,11 @@ class _Call:
             node = autograd.node_behind(outputs)
             yield outputs, autograd.Rerun(node, [a for a, needs in zip(leaves, self.needs, strict=True) if needs])
 
-    def compare(self, node: Any, found: Sequence[Any], incoming: Sequence[Any]) -> tuple[list[Off], Any, _Wrong | None]:
+    def compare(self, found: Sequence[Any], incoming: Sequence[Any]) -> tuple[list[Off], Any, _Wrong | None]:
         """The errors of the gradients `found`; those without hooks; and what is wrong if the limit is exceeded.
 
         Raises `RuntimeError` if it can't be done.
         """
-        names = [self._label(edge) for edge, _ in node.next_functions]
         with self.random.restored(), torch.enable_grad():
             with self.run_without(lambda _: None) as (outputs, backward):
                 another = _difference(self.samples, _samples(outputs))
@@ -236,11 +239,13 @@ class _Call:
             kinds = rounded_kinds(self.checked.plans, self.checked.without[1])
             if not repeated:  # hooks draw random numbers: what they round is compared in a run of its own
                 found = self._rounded(kinds, incoming)
-            errors = off(names, without, found)
+            errors = off(self.names, without, found)
             error = Error.of(errors)
             if not error.above(self.checked.limit):
                 return errors, None, None
-            causes = self._causes(kinds, names, without, incoming, error)
+            if self.checked.failed:  # another call has: the causes are known, and only this call's gradients are taken
+                return errors, without if repeated else None, None
+            causes = self._causes(kinds, without, incoming, error)
         return errors, without if repeated else None, _Wrong(self.checked, error, causes, repeated)
 
     def _rounded(self, kinds: dict[Kind, Kinds], incoming: Sequence[Any]) -> Sequence[Any]:
@@ -249,7 +254,7 @@ class _Call:
             return backward(incoming, keep=False)
 
     def _causes(
-        self, kinds: dict[Kind, Kinds], names: Any, without: Sequence[Any], incoming: Sequence[Any], error: Error
+        self, kinds: dict[Kind, Kinds], without: Sequence[Any], incoming: Sequence[Any], error: Error
     ) -> Causes:
         rounded: dict[int, Hook] = {}
         with self.random.restored(), self.run_without(lambda i: rounded.get(i)) as (_, backward):
@@ -257,7 +262,7 @@ class _Call:
             def error_with(some: Collection[Kind]) -> Error:
                 rounded.clear()
                 rounded.update({i: kinds[kind].hook for kind in some for i in kinds[kind].positions})
-                return Error.of(off(names, without, backward(incoming, keep=True)))
+                return Error.of(off(self.names, without, backward(incoming, keep=True)))
 
             return find(kinds, error_with, error, self.checked.limit)
 
@@ -275,16 +280,16 @@ class _Wrong:
 
 
 @dynamo.untraced  # a backward may run where Dynamo compiles each function that is called
-def _has_run(call: _Call, node: Any, found: Sequence[Any], incoming: Sequence[Any]) -> Any:
+def _has_run(call: _Call, found: Sequence[Any], incoming: Sequence[Any]) -> Any:
     """The hook of autograd behind the backward of a checked call. Returns gradients to take in place of those found."""
-    if call.checked.done or not call.args:
+    if (call.checked.done and not call.checked.failed) or not call.args:
         return None
     this = _Pass.running()
     try:
         if problem := call.problem or _why_not_now(call):
             this.problems[problem] += 1
             return None
-        errors, instead, wrong = call.compare(node, found, incoming)
+        errors, instead, wrong = call.compare(found, incoming)
     except RuntimeError as e:  # no check may end a training that would have gone on without it
         what = "memory ran out" if isinstance(e, torch.OutOfMemoryError) else f"{type(e).__name__}: {e}"
         this.problems[what.splitlines()[0]] += 1
@@ -355,6 +360,7 @@ class _Pass:
         log.info("check: gradients are within %.2g of those without hooks%s%s", error.leaves, worst, calls)
         messages: dict[Any, str] = {}
         for wrong in _once_each(self.wrong):
+            wrong.checked.failed = True
             wrong.checked.leave(wrong.causes, wrong.error)
             same = (wrong.checked.code, frozenset(Kind.of(kinds.saved) for kinds, _ in wrong.causes.found))
             messages.setdefault(same, _message(wrong))  # a function may have several graphs

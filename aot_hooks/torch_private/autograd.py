@@ -282,7 +282,6 @@ class Rerun:
     def __init__(self, node: Any, leaves: Sequence[torch.Tensor]) -> None:
         self.node, self.leaves = node, leaves
         self._found: tuple[torch.Tensor | None, ...] = ()
-        node.register_hook(self._note)
 
     def _note(self, inputs: tuple[torch.Tensor | None, ...], _outputs: Any) -> None:
         self._found = inputs
@@ -291,6 +290,10 @@ class Rerun:
         """The gradients that the node passes on, by position, for those that come in. `keep`: it may run again."""
         edges = [torch.autograd.graph.GradientEdge(self.node, i) for i, g in enumerate(incoming) if g is not None]
         given = [g for g in incoming if g is not None]
-        torch.autograd.grad(edges, self.leaves, given, retain_graph=keep, allow_unused=True)
+        handle = self.node.register_hook(self._note)  # for this call only: the node would keep what it has saved alive
+        try:
+            torch.autograd.grad(edges, self.leaves, given, retain_graph=keep, allow_unused=True)
+        finally:
+            handle.remove()
         found, self._found = self._found, ()
         return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import math
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -442,3 +444,36 @@ def test_on_a_gpu(lines: Lines, options: dict[str, Any]) -> None:
             assert torch.equal(after, torch.cuda.get_rng_state())
             assert error([got], [right]) < 1e-4
     assert len(lines()) == 1
+
+
+def test_forwards_that_wait_take_gradients_without_hooks_once_one_has_failed() -> None:
+    """Micro-batches of a pipeline: all forwards come before the first backward, which shows that the hook is wrong."""
+    torch.manual_seed(0)
+    model, batches = Small(), [torch.randn(ROWS, DIM) for _ in range(3)]
+    for x in batches:
+        model(x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    shrinks = Hook("shrinks", lambda x: x * 0.3, lambda packed: packed)
+    call = torch.compile(model, backend="aot_hooks", options=ATEN | {"policy": shrinks, "check": True})
+    with pytest.warns(GradientWarning, match="shrinks") as seen:
+        for loss in [call(x) for x in batches]:
+            loss.backward()
+    assert len(seen) == 1
+    for p, g in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, g)
+
+
+def test_calls_without_a_backward_keep_nothing() -> None:
+    """By reference counts alone: on a GPU nobody waits for the garbage collector."""
+    call = torch.compile(Small(), backend="aot_hooks", options=ATEN | {"policy": float8(), "check": True})
+    x = torch.randn(ROWS, DIM)
+    call(x)
+    loss = call(x)
+    node = weakref.ref(loss.grad_fn)
+    gc.disable()
+    try:
+        del loss
+        assert node() is None
+    finally:
+        gc.enable()
