@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.lifetimes import is_packed_alone, random_masks
 from ..graphs.nodes import input_storages, storage_of
-from ..graphs.saved import SavedValue, boundary
+from ..graphs.saved import SavedValue, boundary, crossing_pairs
 from ..hook import KEEP
 from ..offloading.hook import settings_of
 from ..offloading.placement import Leaf, place
@@ -68,7 +68,12 @@ def rewrite(
     show("backward before", bw)
     if regions:
         label_views(bw.graph)
-    split_decisions(bw)
+    settings = [setting for setting in (ambient, *regions.values()) if setting is not None]
+    if any(getattr(setting.rule, "lossy", True) for setting in settings):  # an exact hook needs no parts
+        inputs_too = any(setting.scope != "donated" for setting in settings)
+        pairs = crossing_pairs(fw, bw, num_fwd_outputs)
+        saved = [(n, slot) for n, slot in pairs if isinstance(n, Node) and (inputs_too or n.op != "placeholder")]
+        split_decisions(bw, [slot for _, slot in saved])
     cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
     choices = decide(cross, ambient, regions, unpacked, for_inductor=for_inductor)
     cross, choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)

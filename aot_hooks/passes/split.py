@@ -10,19 +10,25 @@ The results have the same bits. Under Inductor torch itself does this.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from ..graphs.nodes import seen_from
 from .edits import call
 
 _aten = torch.ops.aten
 
 
-def split_decisions(bw: GraphModule) -> None:
-    """Write such operators of `bw` as their parts, in place."""
+def split_decisions(bw: GraphModule, slots: Collection[Node]) -> None:
+    """Write such operators of `bw` as their parts, in place, where they read a tensor that may be rounded.
+
+    `slots`: the inputs of `bw` for these tensors. The parts take more kernels and memory than the one operator.
+    """
     graph = bw.graph
-    nodes = [node for node in graph.nodes if str(node.target) == "aten._prelu_kernel_backward.default"]
+    every = [node for node in graph.nodes if str(node.target) == "aten._prelu_kernel_backward.default"]
+    nodes = [node for node in every if not set(seen_from(node.args[1])).isdisjoint(slots)]
     for node in nodes:
         g, x, w = node.args
         known = set(graph.nodes)
