@@ -193,12 +193,16 @@ def entries_of(code: types.CodeType) -> Any:
 def limit_reached() -> int | None:
     """The recompile limit, if the code that Dynamo is compiling now has as many versions then; else None.
 
-    Calls that need another version run eagerly from then on. With `fullgraph=True` they raise, and this returns None.
+    Calls that need another version run eagerly from then on. With `fullgraph=True` or `fail_on_recompile_limit_hit`
+    they raise, and this returns None. So it does for a limit of 1: the first version of each function is the last.
     """
     frame = _frame_of("torch._dynamo.convert_frame._compile")
     if frame is None or frame.f_locals.get("one_graph"):
         return None
-    limit: int = need("torch._dynamo.config").recompile_limit
+    config = need("torch._dynamo.config")
+    limit: int = config.recompile_limit
+    if limit == 1 or config.fail_on_recompile_limit_hit:
+        return None
     before = frame.f_locals["cache_size"].num_cache_entries_with_same_id_matched_objs
     return limit if before + 1 >= limit else None
 

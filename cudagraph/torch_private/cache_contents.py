@@ -151,7 +151,7 @@ def _is_of_torch(value: Any) -> bool:
     if module.split(".")[0] != "torch":
         return False
     found: Any = sys.modules.get(module)
-    for part in value.__qualname__.split("."):
+    for part in (getattr(value, "__qualname__", None) or "?").split("."):  # numpy's functions in a graph have none
         found = getattr(found, part, None)
     return found is value
 

@@ -285,7 +285,9 @@ def checkpoint_around(hooks: tuple[Any, Any] | None) -> weakref.ref[Any] | None:
     It is to the hook that gives saved tensors back, which torch makes for each such forward. None elsewhere.
     `hooks`: the innermost hooks on saved tensors, of `top_saved_tensor_hooks`.
     """
-    return weakref.ref(hooks[1]) if hooks and hooks[1].__module__ == "torch.utils.checkpoint" else None
+    if hooks and getattr(hooks[1], "__module__", None) == "torch.utils.checkpoint":  # Tensor.float has none
+        return weakref.ref(hooks[1])
+    return None
 
 
 def awaits_backward(reference: weakref.ref[torch.Tensor]) -> bool:

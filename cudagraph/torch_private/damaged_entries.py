@@ -88,17 +88,22 @@ def _remove_damaged(folder: Path) -> set[str]:
     """Removes the files of `folder` whose content has changed. Returns the hashes of what is in them now."""
     named_after = need("torch._inductor.codecache.sha256_hash")
     found = set()
-    with contextlib.suppress(FileNotFoundError):  # no entry, or another process removes the same one
-        for name in sorted(os.listdir(folder)):
-            if name.startswith("."):  # being written
-                continue
-            path = folder / name
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # no entry, or none that can be read
+        names = sorted(os.listdir(folder))
+    for name in names:
+        if name.startswith("."):  # being written
+            continue
+        path = folder / name
+        try:
             now = named_after(path.read_bytes())
-            if now != name:
-                found.add(now)
-                _report_damaged(path)
-                with contextlib.suppress(OSError):  # a directory that can't be written
-                    path.unlink()
+        except OSError:  # another process has removed it, or it can't be read: torch passes over it
+            continue
+        if now != name:
+            found.add(now)
+            _report_damaged(path)
+            with contextlib.suppress(OSError):  # a directory that can't be written
+                path.unlink()
     return found
 
 

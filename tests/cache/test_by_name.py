@@ -123,6 +123,13 @@ def test_what_has_a_name_only(what: Any, name: str) -> None:
     assert found.endswith(name) and bool(found) == bool(name)
 
 
+def test_functions_of_numpy_in_a_graph_compile() -> None:
+    """Dynamo wraps them in objects without a name of their own."""
+    call = torch.compile(lambda x: torch.as_tensor((x.numpy() * 2).mean(0)), backend="aot_hooks")
+    x = torch.randn(4, 3)
+    assert torch.allclose(call(x), (x * 2).mean(0))
+
+
 def test_methods_of_tensors_are_torchs_own() -> None:
     """Dynamo calls them unbound where a parameter gets other data. Such a method has no module."""
     graph = torch.fx.Graph()
