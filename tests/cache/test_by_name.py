@@ -176,6 +176,7 @@ def steps(fn: Any, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: 
     for factor in (2.0, 3.0):
         monkeypatch.setitem(FACTOR, "by", factor)
         torch._dynamo.reset()
+        aot_hooks.reset()  # the counts of other tests
         torch._dynamo.utils.counters.clear()
         y = torch.compile(lambda x, w: fn(x @ w) @ w, backend="aot_hooks", options=options)(x, w)
         expected = fn(x @ w) @ w
