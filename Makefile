@@ -45,7 +45,7 @@ trainers: $(VENV)-integrations/.ready  ## tests with the real transformers, TRL,
 	$(VENV)-integrations/bin/python -m pytest -n $(WORKERS) --dist load tests/integrations \
 		--ignore tests/integrations/test_torchtitan.py --ignore tests/integrations/test_zoo.py $(ARGS)
 
-# Its time limit is its own: it takes some 20 minutes on 2 cores.
+# Its time limit is its own. A model takes 5 to 90 seconds of processor time with aten.
 zoo: $(VENV)-zoo/.ready  ## gradients of 43 models of transformers, diffusers, timm, peft and torch-geometric
 	timeout 2700 $(VENV)-zoo/bin/python -m pytest -n $(WORKERS) --dist load tests/integrations/test_zoo.py $(ARGS)
 
