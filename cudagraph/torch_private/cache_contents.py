@@ -37,8 +37,8 @@ TORCH_OPERATORS = frozenset(
     "mkldnn_prepacked onednn mkl c10d _c10d_functional _c10d_functional_autograd sparse _quantized debugprims profiler "
     "streams image debug_mode_ops".split()
 )
-# Kernels that AOTAutograd traces through, so that what they computed is in the compiled graph. All others run when the
-# graph runs, and compute what they compute then.
+# AOTAutograd traces through these kernels: the compiled graph holds their operators as they were at that time. The
+# graph calls all other kernels, so a new version of such a kernel takes effect at once.
 _TRACED_KERNELS = ("CompositeImplicitAutograd", "Autograd", "AutogradCPU", "AutogradCUDA")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), slice, range)
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
