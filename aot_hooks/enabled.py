@@ -177,7 +177,8 @@ class Enabled:
         left = dynamo.left_to_python()
         new = [text for text, count in left.items() if count != self._left_before.get(text)]
         if new:
-            sharded = "function `disable`" in new[-1]  # FSDP2's forward of a module calls it
+            # FSDP2's forward of a module calls it; the second text is of torch 2.15
+            sharded = "function `disable`" in new[-1] or "skipping FSDP hooks" in new[-1]
             return (
                 f"A compiled function was called, but Dynamo left it to Python: {_in_one_line(new[-1])} "
                 f"{f'An nn.Sequential is not compiled {_SHARDED}. ' if sharded else ''}Compile the "
@@ -237,10 +238,11 @@ def _callback_for(callback: Any) -> Any:
 
 
 def _in_one_line(explanation: str) -> str:
-    """What Dynamo does not trace, and its first hint, without the lines that follow."""
+    """What Dynamo does not trace, the reason where it has one, and its first hint, without the lines that follow."""
     lines = [line.strip() for line in explanation.splitlines()]
+    reasons = [after for line in lines for _, found, after in [line.partition("Reason: ")] if found]
     hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
-    return " ".join(f"{line.rstrip('.')}." for line in (*lines[:1], *hints[:1]))
+    return " ".join(f"{line.rstrip('.')}." for line in (*lines[:1], *reasons[:1], *hints[:1]))
 
 
 class _Backend(dynamo_backends.InPlaceOf):

@@ -341,10 +341,15 @@ def test_a_function_that_dynamo_left_to_python_is_named() -> None:
 
     for module in (Recurrent(), nn.LSTM(8, 8)):
         torch._dynamo.reset()
-        with pytest.warns(errors.UnusedWarning) as caught, enable(float8(), options=ATEN):
+        with warnings.catch_warnings(record=True) as caught, enable(float8(), options=ATEN) as hooks:
+            warnings.simplefilter("always")
             torch.compile(module)(torch.ones(2, 4, 8))
-        (said,) = [str(each.message) for each in caught if "had no effect" in str(each.message)]
-        assert "left it to Python: Attempted to wrap RNN, GRU, or LSTM" in said and "recompile_limit" not in said
+            count = hooks.run_count
+        said = [str(each.message) for each in caught if "had no effect" in str(each.message)]
+        # From torch 2.15 Dynamo goes on behind the LSTM: the head has a graph, which has hooks.
+        assert len(said) == (count == 0) and (count == 0 or isinstance(module, Recurrent))
+        for text in said:
+            assert "left it to Python" in text and "RNN, GRU, or LSTM" in text and "recompile_limit" not in text
 
 
 def test_an_exception_ends_it() -> None:
