@@ -15,6 +15,7 @@ import platform
 import sys
 import traceback
 import types
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,13 +79,23 @@ def env(options: argparse.Namespace) -> None:
         f"triton {data['triton'] or 'not installed'}",
         f"cuda {data['cuda'] or 'none'}: {', '.join(data['devices']) or 'no device'}",
         f"backend entry point: {data['backend_entry_point'] or 'MISSING (install the package: pip install -e .)'}",
-        "private symbols:",
     ]
-    for row in data["private_symbols"]:
-        versions = "" if row["tested"] == symbols.TESTED else f"; torch {', '.join(row['tested'])}"
-        used = f"{row['package']}: {row['needed_for']}{versions}"
-        lines.append(f"  {row['status']:7} {row['path']} ({used}) {row['link']}")
+    rows = data["private_symbols"]
+    count = Counter(row["status"] for row in rows)
+    lines.append(
+        f"private symbols of torch: {count['ok']} found, {count['absent']} that this build or version need not have, "
+        f"{count['MISSING']} missing"
+    )
+    shown = rows if options.symbols else [row for row in rows if row["status"] == "MISSING" and not options.short]
+    if shown:
+        lines += ["private symbols:", *map(_symbol_line, shown)]
     print("\n".join(lines))
+
+
+def _symbol_line(row: dict[str, Any]) -> str:
+    versions = "" if row["tested"] == symbols.TESTED else f"; torch {', '.join(row['tested'])}"
+    used = f"{row['package']}: {row['needed_for']}{versions}"
+    return f"  {row['status']:7} {row['path']} ({used}) {row['link']}"
 
 
 def report(options: argparse.Namespace) -> None:
@@ -228,7 +239,10 @@ def main(argv: list[str] | None = None) -> int:
     shared.add_argument("--max-error", type=float, help="predicted relative error of the gradient, 0.05")
     commands = parser.add_subparsers(dest="command", required=True)
     environment = commands.add_parser("env", help="print what a bug report needs")
-    environment.add_argument("--json", action="store_true", help="as JSON")
+    how_much = environment.add_mutually_exclusive_group()
+    how_much.add_argument("--short", action="store_true", help="ten lines at most, for an issue")
+    how_much.add_argument("--symbols", action="store_true", help="also each private symbol of torch that is used")
+    how_much.add_argument("--json", action="store_true", help="all of it as JSON")
     run = commands.add_parser(
         "report",
         parents=[shared],

@@ -25,6 +25,7 @@ from ..torch_private import aot_cache
 
 _KEPT = 32
 _SHOWN = 40
+_ALIKE = 0.5  # a key that shares fewer of its lines is of another model: line by line they have nothing to say
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,14 @@ def _differences(before: Note, after: Note) -> list[tuple[str, str | None, str |
 
 
 def difference(before: Note, after: Note) -> str:
-    """The first 40 lines that differ, with `-` before and `+` after."""
+    """The first 40 lines that differ, with `-` before and `+` after. Of another model: only that it is one."""
     found = _differences(before, after)
+    same_count = len(set(before.lines) & set(after.lines))
+    if same_count < _ALIKE * len(after.lines):
+        return (
+            f"all but {same_count} of {len(after.lines)} lines: it is of another model. This one was compiled "
+            "here for the first time, or its entry is older than the 32 misses that are noted; --json lists the lines"
+        )
     if not found:
         return (
             "nothing that this package knows of: torch's own part differs (devices, its sources, autocast, ...). Run "

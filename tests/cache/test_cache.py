@@ -28,7 +28,7 @@ from cache_rows import Row
 
 import aot_hooks
 from aot_hooks.__main__ import main
-from aot_hooks.cache import entry, lookup
+from aot_hooks.cache import entry, lookup, notes
 from aot_hooks.cache.entry import Unusable
 from aot_hooks.errors import CacheWarning
 from aot_hooks.torch_private import aot_cache
@@ -392,6 +392,19 @@ def test_explain_miss_shows_what_differs(
     assert lines == [f"- {differs['name']}: {differs['before']}", f"+ {differs['name']}: {differs['after']}"]
     assert data["why"] == "no entry of this key" and not data["was_stored"]
     assert data["key"] != data["nearest"]["key"] and data["time_s"] > data["nearest"]["time_s"]
+
+
+@pytest.mark.core
+def test_explain_miss_compares_no_two_models_line_by_line() -> None:
+    def note(key: str, *operators: str) -> notes.Note:
+        lines = tuple((f"node {i}", name) for i, name in enumerate(operators))
+        return notes.Note(key, "float8()", "no entry of this key", lines)
+
+    mlp, other = note("1", "addmm", "gelu", "addmm", "sum"), note("3", "embedding", "addmm", "softmax", "bmm")
+    changed = note("2", "addmm", "relu", "addmm", "sum")
+    assert notes.difference(mlp, changed) == "- node 1: gelu\n+ node 1: relu"
+    said = notes.explain(notes.Miss(other, was_stored=False, other=mlp))
+    assert "all but 0 of 4 lines: it is of another model" in said and "- node" not in said
 
 
 @pytest.mark.core

@@ -466,14 +466,27 @@ def test_wrong_options_are_named(arguments: list[str], message: str, script: str
 
 
 def test_env_prints_text_and_json(capsys: Any) -> None:
-    assert main(["env"]) == 0
-    text = capsys.readouterr().out
-    assert main(["env", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    said = {}
+    for option in ("--short", "--symbols", "--json"):
+        assert main(["env", option]) == 0
+        said[option] = capsys.readouterr().out
+    data, text = json.loads(said["--json"]), said["--symbols"]
     assert f"torch {data['torch']} (tested: {', '.join(data['torch_tested'])})" in text
     listed = text.split("private symbols:\n")[1].splitlines()
     assert [s["path"] for s in data["private_symbols"]] == [line.split()[1] for line in listed]
     assert [s["found"] for s in data["private_symbols"]] == [line.split()[0] == "ok" for line in listed]
+    assert len(said["--short"].splitlines()) <= 10 and text.startswith(said["--short"])
+
+
+def test_env_lists_the_symbols_that_are_missing(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["env"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) <= 10
+    monkeypatch.setattr("aot_hooks.torch_private.autograd.SYMBOLS", {"a test": "torch._functorch.no_such_name"})
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert ", 1 missing" in text
+    listed = text.split("private symbols:\n")[1].splitlines()
+    assert [line.split()[:2] for line in listed] == [["MISSING", "torch._functorch.no_such_name"]]
 
 
 @pytest.mark.slow
