@@ -27,7 +27,7 @@ from .identity.frozen import described
 from .identity.memo import Memo
 from .options import Options, with_arguments
 from .passes.plan import Plan
-from .records import Graph, plans_of
+from .records import Graph, Summary, plans_of
 from .settings.setting import Setting
 from .torch_private import dynamo, dynamo_backends, inductor
 
@@ -64,6 +64,9 @@ def enable(
             of the function overrides.
         check: compare the gradients of the first step with those without hooks, see docs/check.md. A number is the
             limit of the relative error, 0.1 by default.
+
+    The logger "aot_hooks" says at level INFO, after the first step and at the end, how many graphs ran and what they
+    save.
 
     May be nested; the innermost counts. `aot_hooks.disable()` ends all. Other backends are left alone. A call of a
     compiled function raises what backend="aot_hooks" raises, wrapped by Dynamo.
@@ -102,6 +105,7 @@ class Enabled:
         self.inner = ""  # the last one that was enabled inside this one
         self.is_used = False  # "inductor" was to compile a graph, or one has run, while this was the innermost
         self._run_counts: Counter[Graph] = Counter()  # since the last call of `runs`, while this was the innermost
+        self._summary = Summary(repr(self))
         self.setting = None if policy is None else Setting(policy, self.options.scope)
         self.pair: Pair | None = None  # stands for what the policy is now, if that may change
         which = ""
@@ -157,6 +161,7 @@ class Enabled:
             if not _open and _end is not None:
                 _end()
                 _end = None
+        self._summary.log_all()
         if not self.is_used and sys.exc_info()[0] is None:
             warn_user(
                 f"aot_hooks: {self!r} ended, and no graph that backend 'inductor' compiles has run while it was the "
@@ -286,7 +291,10 @@ class _Backend(dynamo_backends.InPlaceOf):
             caller = _caller.wrapper() if hasattr(_caller, "wrapper") else None
             if caller is not None and caller is not self.wrapper:
                 _lend(graph, caller)
-            return compiled(*args)
+            outputs = compiled(*args)
+            for innermost in _open[-1:]:
+                innermost._summary.ran(graph, outputs)
+            return outputs
 
         return run
 

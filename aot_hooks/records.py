@@ -2,6 +2,7 @@
 
       compile --> plans by `torch.compile` wrapper            last_plans(compiled)
               --> Graph, while `recorded()` is entered        how often it ran, how many runs wait for their backward
+      run     --> Summary of an `enable`                      one line of log after the first step: it works
 
 A dropped function drops its plans.
 """
@@ -9,15 +10,21 @@ A dropped function drops its plans.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .identity.memo import Memo
 from .passes.plan import Plan
+from .settings.byte_sizes import size_text
 from .torch_private.autograd import at_end_of_backward
 
+log = logging.getLogger("aot_hooks")
 _plans: Memo[list[Plan]] = Memo()  # by the wrapper
 _lock = threading.Lock()
 
@@ -90,3 +97,53 @@ def recorded() -> Iterator[list[Graph]]:
 def recording_graphs() -> list[Graph] | None:
     """The list of the innermost `recorded()`; None outside of one."""
     return _recorded
+
+
+class Summary:
+    """The graphs that ran under `title`, an `enable`, and what they save. It is logged at level INFO.
+
+    Two lines are logged: after the backward of the first step, and one that `log_all` logs at the end.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._first_step: Counter[Graph] | None = Counter()  # None after the first step
+        self._is_waiting = False  # for the end of the first backward
+        self._all: dict[Graph, None] = {}
+
+    def ran(self, graph: Graph, outputs: Any) -> None:
+        """The forward of `graph` returned `outputs`."""
+        if not graph.plans:
+            return
+        self._all[graph] = None
+        if self._first_step is None:
+            return
+        self._first_step[graph] += 1
+        # The graph that runs first in a forward is the last whose backward ends.
+        self._is_waiting = self._is_waiting or at_end_of_backward(outputs, self._end_of_first_step)
+
+    def _end_of_first_step(self) -> None:
+        if self._first_step is not None:
+            counts, self._first_step = self._first_step, None
+            log.info("aot_hooks: %s: first step: %s", self.title, _in_words(counts))
+
+    def log_all(self) -> None:
+        """Log the graphs that ran since the first step began, each once."""
+        if self._all:
+            log.info("aot_hooks: %s ended: %s", self.title, _in_words(Counter(self._all.keys())))
+
+
+def _in_words(counts: Counter[Graph]) -> str:
+    """How many graphs ran, what their forwards save, and the peak of the process where there is a CUDA device."""
+    runs = [(plan, count) for graph, count in counts.items() for plan in graph.plans]
+    saved = sum(plan.saved_bytes * count for plan, count in runs)
+    packed = sum(plan.packed_bytes * count for plan, count in runs)
+    on_host = sum(plan.host_bytes * count for plan, count in runs)
+    times = f" in {counts.total()} calls" if counts.total() > len(counts) else ""
+    text = (
+        f"{len(counts)} graph{'s' if len(counts) > 1 else ''}{times}, {size_text(saved)} -> {size_text(packed)} saved"
+    )
+    text += f" and {size_text(on_host)} in host memory" if on_host else ""
+    if torch.cuda.is_initialized():
+        text += f", peak of the process {size_text(torch.cuda.max_memory_allocated())}"
+    return text

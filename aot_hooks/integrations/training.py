@@ -5,9 +5,7 @@ start() --> next_batch(), forward and backward, batch_done() --> metrics() --> t
 
 from __future__ import annotations
 
-import re
 import weakref
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch
 
 from ..enabled import Enabled, enable
 from ..errors import OptionError, UnusedWarning, warn_user
-from ..hook import KEEP
 from ..options import with_arguments
 from ..passes.plan import Plan
 from ..planning.budget import Budget
@@ -113,8 +110,7 @@ class Training:
 
         - `saved_mib`, `packed_mib`, `host_mib`: saved for backward without hooks, with them on the device, on the host;
         - `budget_mib`, `predicted_peak_mib`: of a budget, where it is given in bytes, and of the largest graph's plan;
-        - `peak_mib`: `torch.cuda.max_memory_allocated()`, where there is a CUDA device;
-        - `tensors/HOOK`: how many saved tensors a hook stores, `kept/REASON`: how many stay as they are, and why.
+        - `peak_mib`: `torch.cuda.max_memory_allocated()`, where there is a CUDA device.
 
         All begin with "aot_hooks/". A graph that ran several times counts as often.
         """
@@ -132,17 +128,4 @@ class Training:
                 found["budget_mib"] = policy.peak / _MIB
         if torch.cuda.is_initialized():
             found["peak_mib"] = torch.cuda.max_memory_allocated() / _MIB
-        tensors: Counter[str] = Counter()
-        for plan, n in self._latest:
-            for d in plan.decisions:
-                # trackers such as MLflow refuse brackets and commas
-                hook = re.sub(r"\W+", "_", d.hook.name).strip("_")
-                tensors[f"kept/{_text_of(d.reason)}" if d.hook == KEEP else f"tensors/{hook}"] += n
-        return {f"aot_hooks/{name}": value for name, value in (found | dict(tensors)).items()}
-
-
-def _text_of(reason: str) -> str:
-    """A reason without numbers and the names of single tensors and operators, as a part of a metric's name."""
-    reason = re.sub(r"(\S+) would free .*", lambda m: "rather than " + re.sub(r"\W+", " ", m[1]), reason)
-    words = [word.strip(",;:()") for word in reason.partition(" (")[0].split()]
-    return "_".join(word for word in words if word.isalnum() and not word.isdigit())
+        return {f"aot_hooks/{name}": value for name, value in found.items()}

@@ -21,9 +21,9 @@ from ..hook import KEEP
 from ..offloading.schedule import Transfer
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Plan, joined
+from ..settings.byte_sizes import SIZES
 
 WIDTH = 110
-_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def format_report(
             "  see last_plans of that one"
         )
     saved, packed = plan.saved_bytes, plan.packed_bytes
-    unit, size = next((u for u in _UNITS if max(saved, packed) >= u[1]), _UNITS[-1])
+    unit, size = next((u for u in SIZES if max(saved, packed) >= u[1]), SIZES[-1])
     rows = fold(plan.decisions)
     counting = [r for r in rows if r.saved_bytes or r.packed_bytes]
     saved_column = dict(zip(counting, _spread([r.saved_bytes for r in counting], size), strict=True))

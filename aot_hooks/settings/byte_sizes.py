@@ -1,4 +1,4 @@
-"""Numbers of bytes as users write them: 25769803776, "24GiB", "500 MB"."""
+"""Numbers of bytes as users write them: 25769803776, "24GiB", "500 MB"; and as they are shown to users."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ..errors import OptionError
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _UNITS["ti"] = 1 << 40
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?(b)?\s*", re.IGNORECASE)
+SIZES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))  # of texts for people
 # No step that is worth planning fits in less than this, while the GiB and MiB of any device are smaller numbers.
 _LEAST_WITHOUT_UNIT = 1 << 20
 # The largest GPUs have fewer GiB than this, so a larger number without a unit is taken for MiB.
@@ -55,6 +56,12 @@ def likely(size: float | str) -> float | str:
 def shown(nbytes: int) -> int | str:
     """`nbytes` as an argument that `bytes_of` takes."""
     return nbytes if nbytes >= _LEAST_WITHOUT_UNIT else f"{nbytes}B"
+
+
+def size_text(nbytes: int) -> str:
+    """`nbytes` for people, in the largest unit that leaves a number of at least 1: "38.91 GiB"."""
+    unit, size = next((each for each in SIZES if nbytes >= each[1]), SIZES[-1])
+    return f"{nbytes / size:.4g} {unit}"
 
 
 def _hint(size: Any) -> str:

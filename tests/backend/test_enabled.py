@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from aot_hooks import (
     saved_tensors_hooks,
     saved_tensors_policy,
 )
+from aot_hooks.settings.byte_sizes import size_text
 from aot_hooks.torch_private import inductor
 from aot_hooks.torch_private.aot import compile_graph
 
@@ -366,6 +368,26 @@ def test_what_dynamo_skips_has_no_hooks_and_that_is_said() -> None:
         gradients(model, model, x)
     said = [str(each.message) for each in caught if "had no effect" in str(each.message)]
     assert len(said) == (graph_count() == 0) and all("nn.Sequential(...).compile()" in text for text in said)
+
+
+def test_the_log_says_after_the_first_step_and_at_the_end_that_it_works(caplog: pytest.LogCaptureFixture) -> None:
+    first_block, second_block, x = torch.compile(Block()), torch.compile(Block(64)), torch.randn(8, 32)
+
+    def step() -> torch.Tensor:
+        return second_block(first_block(x).repeat(1, 2)).square().sum()
+
+    with caplog.at_level("INFO", logger="aot_hooks"), enable(float8(), options=ATEN):
+        with torch.no_grad():
+            step()
+        step().backward()
+        first = [r.getMessage() for r in caplog.records if "first step" in r.getMessage()]
+        step().backward()
+    lines = [r.getMessage() for r in caplog.records if re.search("first step|ended", r.getMessage())]
+    plans = [plan for block in (first_block, second_block) for plan in last_plans(block)]
+    saved, packed = sum(plan.saved_bytes for plan in plans), sum(plan.packed_bytes for plan in plans)
+    count = f"{len(plans)} graphs, {size_text(saved)} -> {size_text(packed)} saved"
+    assert packed < saved and first == lines[:1]
+    assert lines == [f"aot_hooks: enable(float8()): first step: {count}", f"aot_hooks: enable(float8()) ended: {count}"]
 
 
 def test_an_evaluation_alone_warns_of_nothing() -> None:

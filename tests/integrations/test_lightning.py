@@ -84,7 +84,6 @@ def test_losses_follow_those_without_hooks(tmp_path: Path, how: str) -> None:
         assert module.losses == pytest.approx(stock.losses, rel=tolerance)
         found = {name: float(value) for name, value in trainer.callback_metrics.items()}
         assert 0 <= found["aot_hooks/packed_mib"] < found["aot_hooks/saved_mib"]
-        assert any(name.startswith("aot_hooks/tensors/") for name in found)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,7 @@ def test_loggers_see_the_numbers(tmp_path: Path) -> None:
     logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
     trained(tmp_path, "configure", float8(), max_steps=2, logger=logger)
     header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0]
-    assert "aot_hooks/saved_mib" in header and "aot_hooks/tensors/" in header
+    assert "aot_hooks/saved_mib" in header
 
 
 def test_save_and_resume(tmp_path: Path) -> None:

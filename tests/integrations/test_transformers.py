@@ -22,7 +22,6 @@ from trained import ATEN, TEXT, gpt2, llama, losses_of  # noqa: E402
 
 import aot_hooks  # noqa: E402
 from aot_hooks import budget, errors, float8, lossless, offload  # noqa: E402
-from aot_hooks.integrations.training import _text_of  # noqa: E402
 from aot_hooks.integrations.transformers import AotHooksCallback  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("stock_is_aten")
@@ -180,16 +179,11 @@ def test_trackers_see_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     events = EventAccumulator(str(tmp_path / "runs"))
     events.Reload()
     tags = set(events.Tags()["scalars"])
-    wanted = ("saved_mib", "packed_mib", "host_mib", "budget_mib", "predicted_peak_mib")
-    assert {f"train/aot_hooks/{name}" for name in wanted} <= tags
-    assert any(tag.startswith("train/aot_hooks/kept/") for tag in tags)
+    wanted = {"saved_mib", "packed_mib", "host_mib", "budget_mib", "predicted_peak_mib"}
+    of_cuda = {"peak_mib"} if torch.cuda.is_initialized() else set()
+    prefix = "train/aot_hooks/"
+    assert {tag.removeprefix(prefix) for tag in tags if tag.startswith(prefix)} == wanted | of_cuda
     assert [event.value for event in events.Scalars("train/aot_hooks/budget_mib")][-1] == 1024
-
-
-@pytest.mark.parametrize("means", ["recompute", "offload(then=float8())"])
-def test_metrics_name_what_was_not_taken(means: str) -> None:
-    name = _text_of(f"budget: kept; {means} would free 0.3 MiB for 0.20 ms")
-    assert name == "budget_kept_rather_than_" + "_".join(re.findall(r"\w+", means))
 
 
 def test_added_behind_the_trackers_it_logs_to_the_history(tmp_path: Path) -> None:
