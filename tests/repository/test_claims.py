@@ -71,16 +71,16 @@ def test_what_it_costs(label: str) -> None:
 
 
 @pytest.mark.parametrize(("column", "names"), [(0, ["budget", "budget_4_layers"]), (2, ["budget_16_layers"])])
-def test_the_table_of_the_readme(column: int, names: list[str]) -> None:
+def test_the_table_of_budgets(column: int, names: list[str]) -> None:
     """Peaks and ratios are those of the results, whichever rows they stand in."""
-    before, _, after = README.partition(BUDGETS)
+    before, _, after = COSTS.partition(BUDGETS)
     expected = set()
     for name in names:
         path = f"benchmarks/results/current/{name}.h200.json"
         result = json.loads((ROOT / path).read_text())
         rows = {row["name"]: row for row in result["rows"] if "ratio" in row}
         stock = rows.pop("no hooks")
-        assert f"]({path}), commit {result['header']['commit']})" in before and f"of {stock['rounds']} " in before
+        assert f"](../{path}), commit {result['header']['commit']})" in before and f"of {stock['rounds']} " in before
         expected.add((f"{stock['peak_bytes'] / GIB:.2f}", f"1 ({stock['min_ms']:.0f} ms)"))
         expected |= {(f"{row['peak_bytes'] / GIB:.2f}", f"{row['ratio']:.3f}") for row in rows.values()}
     lines = after.partition("\n\n")[0].splitlines()[2:]
@@ -90,14 +90,38 @@ def test_the_table_of_the_readme(column: int, names: list[str]) -> None:
     assert found <= expected and len(found) >= 5
 
 
-def test_what_the_introduction_says_of_float8() -> None:
+def result(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / f"benchmarks/results/current/{name}.h200.json").read_text())["rows"]
+    return rows
+
+
+def test_the_table_of_the_readme() -> None:
+    """Tokens a second by medians, to the hundred, and peaks to 0.1 GiB."""
+    rows = {row["name"]: row for row in result("trainers")}
+    expected = [
+        (row["tokens_per_second"], row["peak_bytes"] / GIB)
+        for row in (rows["stock"], rows["checkpointing"], rows["budget"])
+    ]
+    rows = {row["row"]: row for row in result("distributed_fsdp")}
+    expected += [
+        (2 * 8192 / row["median_ms"] * 1e3, row["peak_gib"])
+        for row in (rows["stock"], rows["checkpointing"], rows["float8"])
+    ]
+    table = README[README.index("| tokens a second |") :].partition("\n\n")[0].splitlines()[2:]
+    found = [tuple(cell.strip().strip("*") for cell in line.split("|")[3:5]) for line in table]
+    assert found == [(f"{round(speed, -2):,.0f}", f"{peak:.1f} GiB") for speed, peak in expected]
+    before = result("trainers")[0]["before_bytes"] / GIB
+    assert f"holds {before:.1f} GiB of weights" in README
+
+
+def test_what_the_costs_say_of_float8() -> None:
     for name in ("budget", "budget_4_layers"):
         result = json.loads((ROOT / f"benchmarks/results/current/{name}.h200.json").read_text())
         rows = {row["name"]: row for row in result["rows"]}
         stock, float8 = rows["no hooks"], rows["ours_float8_rowwise"]
         gib = [row["peak_bytes"] / GIB for row in (stock, float8)]
         saved = f"{gib[0] - gib[1]:.0f} of {gib[0]:.0f} GiB off the peak"
-        assert f"float8 takes {saved} for about 1% of the step" in README
+        assert f"float8 takes {saved} for about 1% of the step" in COSTS
         assert max(float8["ratio"], float8["median_ratio"]) < 1.015
 
 
