@@ -101,6 +101,7 @@ class Enabled:
         self.options = Options.parse(with_arguments(policy, scope, options, check))
         self.thread = threading.current_thread()
         self.is_called = False  # a function compiled for "inductor" was called while this was the innermost
+        self.other_backends: set[str] = set()  # of other compiled functions that were called meanwhile
         self._left_before = dynamo.left_to_python()
         self.inner = ""  # the last one that was enabled inside this one
         self.is_used = False  # "inductor" was to compile a graph, or one has run, while this was the innermost
@@ -170,14 +171,25 @@ class Enabled:
             )
 
     @property
+    def is_nothing_called(self) -> bool:
+        """Whether no compiled function was called while it was the innermost."""
+        return not self.is_called and not self.other_backends
+
+    @property
     def why_unused(self) -> str:
         """What to do if it had no effect."""
         if not self.is_called and self.inner:
             return f"Only the innermost counts, and {self.inner} was enabled inside this one"
+        if not self.is_called and self.other_backends:
+            names = ", ".join(map(repr, sorted(self.other_backends)))
+            return (
+                f"Functions that were called are compiled for another backend, {names}. Leave backend= out of "
+                "torch.compile, or the backend out of the trainer's switch"
+            )
         if not self.is_called:
             return (
-                "Compile the model with that backend (torch.compile, or the trainer's own switch, without another "
-                "backend) and call it inside"
+                "No compiled function was called: compile the model (torch.compile, or the trainer's own switch, "
+                "without another backend) and call it inside"
             )
         left = dynamo.left_to_python()
         new = [text for text, count in left.items() if count != self._left_before.get(text)]
@@ -227,6 +239,7 @@ def _callback_for(callback: Any) -> Any:
     known = _exchanged.get(callback)
     wrapper, by_key = known or _exchanged.set(callback, (dynamo_backends.inductor_wrapper_of(callback), {}))
     if wrapper is None:
+        enabled.other_backends.add(dynamo_backends.backend_name(callback))
         return callback
     enabled.is_called, _caller.wrapper = True, weakref.ref(wrapper)
     if enabled.pair is not None and enabled.setting is not None:

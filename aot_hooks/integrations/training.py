@@ -51,6 +51,10 @@ class Training:
         self._before: list[tuple[Plan, int]] = []  # what ran before the last call of `next_batch`; whether anything did
         self._ran_before = False
 
+    @property
+    def policy(self) -> Any:
+        return self._arguments["policy"]
+
     def start(self) -> None:
         """Enable. What an earlier training left enabled, because it raised, ends first."""
         self.stop()
@@ -75,8 +79,8 @@ class Training:
         """Note which graphs ran with gradients. A batch that was `skipped` may run none. With `or_before` and none
         since `next_batch`: which ran before it.
 
-        Raises `OptionError`, with `hint`, if none has since `start`. Warns once of a later batch without such a graph,
-        and of one whose graphs no policy and no context covers.
+        Raises `OptionError` if none has since `start`, with `hint` if no compiled function was called at all. Warns
+        once of a later batch without such a graph, and of one whose graphs no policy and no context covers.
         """
         if self._enabled is None:
             return
@@ -91,7 +95,8 @@ class Training:
             "had no effect. Give it a policy, or enter a context around the calls"
             if uncovered
             else f"{self._enabled!r}: a batch was trained, and no function that torch.compile gave to backend "
-            f"'inductor' ran under it with gradients, so it had no effect. {self._enabled.why_unused}{hint}"
+            f"'inductor' ran under it with gradients, so it had no effect. {self._enabled.why_unused}"
+            f"{hint if self._enabled.is_nothing_called else ''}"
         )
         if not self._has_run and not uncovered:
             try:

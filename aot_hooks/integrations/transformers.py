@@ -60,11 +60,19 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
     def add_to(self, trainer: Trainer) -> AotHooksCallback:
         """Add this callback to `trainer`, before its trackers, so that they log its numbers. Returns it.
 
+        Raises `OptionError` for what is no Trainer, and for a Trainer that has another callback of this kind.
+
         The hooks end with `trainer.train()`, also if it raises: no callback of a Trainer hears of that.
         """
         if not isinstance(trainer, Trainer):
             raise OptionError(f"AotHooksCallback.add_to: expected a Trainer of transformers, got {trainer!r}")
         handler = trainer.callback_handler
+        others = [each for each in handler.callbacks if isinstance(each, AotHooksCallback) and each is not self]
+        if others:
+            raise OptionError(
+                f"this {type(trainer).__name__} has an AotHooksCallback already, for {others[0].training.policy!r}: a "
+                "model has one policy at a time. Add one callback, or trainer.remove_callback(...) the other first"
+            )
         handler.callbacks = [self, *(each for each in handler.callbacks if each is not self)]
         if not isinstance(trainer.train, _Train):
             trainer.train = _Train(trainer, trainer.train)

@@ -43,6 +43,12 @@ def inductor_wrapper_of(callback: Callback) -> Any:
     return backend if type(backend) is need("torch._TorchCompileInductorWrapper") else None
 
 
+def backend_name(callback: Callback) -> str:
+    """The name of the backend that `callback` compiles for."""
+    backend = need("torch._dynamo.eval_frame.innermost_backend")(callback)
+    return str(getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__))
+
+
 class InPlaceOf:
     """A backend in place of `wrapper`, which is of torch's "inductor" with the mode and options of a function."""
 

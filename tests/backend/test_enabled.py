@@ -354,6 +354,14 @@ def test_a_function_that_dynamo_left_to_python_is_named() -> None:
             assert "left it to Python" in text and "RNN, GRU, or LSTM" in text and "recompile_limit" not in text
 
 
+def test_the_warning_says_whether_nothing_or_another_backend_was_called() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    other = torch.compile(lambda x: x.sin(), backend="aot_eager")
+    for call, said in ((other, "are compiled for another backend, 'aot_eager'."), (torch.sin, "No compiled function")):
+        with pytest.warns(errors.UnusedWarning, match=re.escape(said)), enable(float8(), options=ATEN):
+            call(x)
+
+
 def test_an_exception_ends_it() -> None:
     with contextlib.suppress(ValueError), enable(float8(), options=ATEN):
         raise ValueError

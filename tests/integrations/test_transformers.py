@@ -303,6 +303,16 @@ def test_among_the_callbacks_of_a_trainer_it_ends_when_that_raises(tmp_path: Pat
     assert trainer.state.log_history[0]["aot_hooks/packed_mib"] > 0
 
 
+def test_a_second_callback_in_one_trainer_is_refused(tmp_path: Path) -> None:
+    first, second = AotHooksCallback(float8(), options=ATEN), AotHooksCallback(lossless(), options=ATEN)
+    with pytest.raises(errors.OptionError, match="has an AotHooksCallback already"):
+        trainer_of(tmp_path, callbacks=[first, second])
+    trainer = trainer_of(tmp_path, callback=first)
+    with pytest.raises(errors.OptionError, match=re.escape("for float8()")):
+        second.add_to(trainer)
+    assert first.add_to(trainer) is first and trainer.callback_handler.callbacks[0] is first
+
+
 def test_a_copied_trainer_trains_its_own_model(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, policy=float8(), max_steps=2)
     other = copy.deepcopy(trainer)
