@@ -1,4 +1,5 @@
 """`python -m aot_hooks env`: what a bug report needs. `... report script.py`: what a script saves for backward.
+`... run --budget 24GiB script.py`: a script that knows nothing of this package trains with a policy.
 `... frontier script.py`: what memory a script can do without, at what cost. `... explain-miss`: why the last graph with
 hooks was not in torch's cache.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import logging
 import math
 import pathlib
 import pkgutil
@@ -33,7 +35,7 @@ from .planning.budget import ALLOWED, budget
 from .report import script
 from .report.frontier import frontier_of
 from .report.plot import check_can_plot, plot_report
-from .report.script import Recorded, ScriptError, run_script
+from .report.script import Recorded, ScriptError, run_as_program, run_script
 from .report.text import as_data, format_report
 from .settings.setting import SCOPES
 from .torch_private import aot_cache
@@ -119,6 +121,14 @@ def report(options: argparse.Namespace) -> None:
         pathlib.Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
     if options.plot is not None:
         plot_report(plan, options.plot)
+
+
+def train(options: argparse.Namespace) -> None:
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("aot_hooks").setLevel(logging.INFO)  # one line after the first step, one at the end
+    settings = {"scope": options.scope, "options": {"inner": options.inner}, "check": options.check}
+    with aot_hooks.enable(_policy(options), **settings):
+        run_as_program(options.script, options.arguments)
 
 
 def print_frontier(options: argparse.Namespace) -> None:
@@ -227,6 +237,14 @@ def _compiled_graphs(recorded: Recorded, notes: list[str]) -> str:
     return what + ", of the last step" + again
 
 
+def _add_policy_to(command: argparse.ArgumentParser, *, required: bool) -> None:
+    how = command.add_mutually_exclusive_group(required=required)
+    hooks = f"for every tensor: {', '.join(_HOOKS)}, or with arguments: 'cast(bfloat16)'"
+    how.add_argument("--hook", metavar="NAME", help=hooks)
+    how.add_argument("--policy", metavar="EXPRESSION", help="a policy or hook in the names of aot_hooks, evaluated")
+    how.add_argument("--budget", metavar="PEAK", help="the fastest step under this peak: 24GiB, 500MB, fit")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m aot_hooks", description=__doc__)
     shared = argparse.ArgumentParser(add_help=False)  # of the commands that run a script
@@ -251,11 +269,7 @@ def main(argv: list[str] | None = None) -> int:
         description=script.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    how = run.add_mutually_exclusive_group()
-    hooks = f"for every tensor: {', '.join(_HOOKS)}, or with arguments: 'cast(bfloat16)'"
-    how.add_argument("--hook", metavar="NAME", help=hooks)
-    how.add_argument("--policy", metavar="EXPRESSION", help="a policy or hook in the names of aot_hooks, evaluated")
-    how.add_argument("--budget", metavar="PEAK", help="the fastest step under this peak: 24GiB, 500MB, fit")
+    _add_policy_to(run, required=False)
     run.add_argument("--steps", type=_step_count, metavar="N", help="stop after N optimizer steps")
     run.add_argument("--json", metavar="PATH", help="write rows, totals and live bytes there")
     run.add_argument("--plot", metavar="PATH", help="draw saved and live bytes there; needs matplotlib")
@@ -265,13 +279,22 @@ def main(argv: list[str] | None = None) -> int:
         help="run a training script for a step per point, and print what memory a step can do without at what cost",
         usage="python -m aot_hooks frontier [options] script.py [-- arguments of the script]",
     )
+    trains = commands.add_parser(
+        "run",
+        parents=[shared],
+        help="run a training script, with a policy for what it compiles by torch's own backend",
+        usage="python -m aot_hooks run [options] script.py [-- arguments of the script]",
+    )
+    _add_policy_to(trains, required=True)
+    trains.add_argument("--check", action="store_true", help="compare the first step's gradients with those without")
     says = "say in what the key of the last cache miss differs from the nearest one stored before"
     miss = commands.add_parser("explain-miss", help=says)
     directory = "torch's cache directory, if not TORCHINDUCTOR_CACHE_DIR or its default"
     miss.add_argument("--dir", metavar="PATH", help=directory)
     miss.add_argument("--json", action="store_true", help="as JSON")
-    for command, does in ((environment, env), (run, report), (points, print_frontier), (miss, explain_miss)):
-        command.set_defaults(run=does)
+    does = {environment: env, run: report, points: print_frontier, trains: train, miss: explain_miss}
+    for command, function in does.items():
+        command.set_defaults(run=function)
     options = parser.parse_args(argv)
     try:
         options.run(options)

@@ -104,8 +104,7 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
     Raises:
         ScriptError: the script does not exist, raised, exited with an error, or saved nothing for backward.
     """
-    if not Path(path).is_file():
-        raise ScriptError(f"no such script: {path}")
+    _check_exists(path)
     found, cuda = Recorded(), _Cuda()
     uses_package, has_policy = _names_this_package(path), options.get("policy") is not None
     found.keeps_own_hooks, found.hooks_overridden = uses_package and not has_policy, uses_package and has_policy
@@ -141,6 +140,21 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
             "enabled; does it train in another process, or only when given arguments (after --)?"
         )
     return found
+
+
+def run_as_program(path: str, arguments: list[str]) -> None:
+    """Run the script at `path` as `python path arguments...` would. What it raises, and its exit, come through.
+
+    Raises `ScriptError` if it does not exist.
+    """
+    _check_exists(path)
+    with _as_program(path, arguments):
+        runpy.run_path(path, run_name="__main__")
+
+
+def _check_exists(path: str) -> None:
+    if not Path(path).is_file():
+        raise ScriptError(f"no such script: {path}")
 
 
 def _names_this_package(path: str) -> bool:

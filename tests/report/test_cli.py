@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -463,6 +464,38 @@ def test_a_budget_that_graphs_are_over_together_is_in_the_heading(tmp_path: Path
 def test_wrong_options_are_named(arguments: list[str], message: str, script: str, capsys: Any) -> None:
     assert report(*arguments, script) == 1
     assert message in capsys.readouterr().err
+
+
+TRAINS = """
+import sys, torch
+net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+step = torch.compile(net)
+step(torch.randn(4, 8)).sum().backward()
+print(sys.argv[1:], __name__, net[0].weight.grad.abs().sum().item() > 0)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_run_trains_a_script_with_a_policy(tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture) -> None:
+    path, level = tmp_path / "train.py", logging.getLogger("aot_hooks").level
+    path.write_text(TRAINS)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["run", "--hook", "int8", "--check", "--inner", "aten", str(path), "--", "5"])
+    finally:
+        logging.getLogger("aot_hooks").setLevel(level)
+    assert ended.value.code == 5 and "['5'] __main__ True" in capsys.readouterr().out
+    lines = [r.getMessage() for r in caplog.records]
+    assert any("gradients are within" in line for line in lines)
+    assert [line.partition(": 1 graph")[0] for line in lines if "1 graph" in line] == [
+        "aot_hooks: enable(int8()): first step",
+        "aot_hooks: enable(int8()) ended",
+    ]
+    assert main(["run", "--hook", "int8", str(tmp_path / "none.py")]) == 1
+    assert "no such script" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", str(path)])
+    assert "--hook --policy --budget is required" in capsys.readouterr().err
 
 
 def test_env_prints_text_and_json(capsys: Any) -> None:
