@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -51,3 +52,8 @@ def test_the_wheel_has_both_packages_whole_and_nothing_else(built: dict[str, set
 
 def test_the_source_distribution_has_what_its_tests_and_docs_need(built: dict[str, set[str]]) -> None:
     assert files_of(*NEEDED) | set(FILES) <= built["sdist"]
+
+
+def test_the_citation_has_the_version_of_the_package() -> None:
+    (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f"version: {version}" in (ROOT / "CITATION.cff").read_text().splitlines()
