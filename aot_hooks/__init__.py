@@ -16,7 +16,6 @@ from .library.float8 import float8
 from .library.integer import int4, int8
 from .library.lossless import lossless
 from .offloading.hook import offload
-from .offloading.schedule import Transfer
 from .offloading.stats import offload_stats
 from .passes.plan import Decision, Plan
 from .planning.budget import budget
@@ -25,6 +24,7 @@ from .report.frontier import Frontier, frontier
 from .report.gradients import GradientReport, GradientRow, check_gradients
 from .report.text import format_report, print_report
 from .settings.names import checkpoint_name
+from .steps.schedule import Transfer
 
 # fmt: off
 __all__ = [

@@ -55,8 +55,8 @@ from .passes.units import Trace
 from .planning import many, measured
 from .planning.budget import Budget, fitted
 from .planning.kernels import split_and_hold
-from .planning.recorded import Version
 from .planning.sizes import NO_SIZES, Sizes, guarded
+from .planning.versions import Version
 from .planning.within import partition_within
 from .settings import recompiles
 from .settings.names import carry_names, name_given

@@ -22,10 +22,10 @@ import torch
 
 from .errors import TORCH, UnusedWarning, warn_user
 from .hook import KEEP
-from .offloading.schedule import DECIDED_LATER
 from .passes.plan import Decision, Plan
 from .policies import ByKey, key_text, keys_in
 from .settings.setting import Setting
+from .steps.schedule import DECIDED_LATER
 from .torch_private import aot
 from .torch_private.autograd import at_end_of_backward
 

@@ -3,7 +3,7 @@
       forward    ticket = offload_together(xs)      after their last readers
       backward   xs = reload_together(ticket)       before their first reader
 
-One compiled graph serves all layers, and what is sent differs between them: see step_plan.py. One ticket crosses to the
+One compiled graph serves all layers, and what is sent differs between them: see steps/. One ticket crosses to the
 backward for all of `xs`. While it lives, each tensor stays on the device or waits on the host. A ticket is int64[1] on
 the CPU, known by its address. A tensor with symbolic sizes also crosses as an empty tensor of its shape.
 
@@ -25,15 +25,17 @@ import torch
 
 from ..errors import UnusedWarning
 from ..graphs.speeds import measured_rates
+from ..steps.follow import Follower, ItemAction, SavedItem
+from ..steps.plan import Do, StepPlan, Terms, plan_step
+from ..steps.recorder import Trace
 from ..torch_private.autograd import keeps_graph
 from ..torch_private.inductor_lowering import ALIGNMENT, lower_to_call
-from . import copies, steps
+from . import copies
 from .copies import Copy
-from .step_plan import Event, StepPlan, Terms, plan_step
 from .transfers import NO_LIMIT, begin_back, capture_error, define, fake_ticket, host_memory, is_captured
 
-_entries: dict[int, list[steps.Entry]] = {}  # by the address of their ticket
-_steps: dict[torch.device, steps.Steps] = {}
+_items: dict[int, list[SavedItem]] = {}  # by the address of their ticket
+_followers: dict[torch.device, Follower] = {}
 
 
 def layouts_of(tensors: Sequence[torch.Tensor]) -> str:
@@ -53,32 +55,32 @@ def _offload_together(
     kept = _in_own_memory([x.contiguous() for x in tensors])
     memory = (ctypes.c_int64 * 1)()
     ticket = torch.frombuffer(memory, dtype=torch.int64)
-    actions: list[tuple[str, steps.Entry]] = []
+    actions: list[ItemAction] = []
     captured = is_captured(device)
     if captured:  # a replay belongs to no step
-        entries = [steps.Entry(False) for _ in kept]
+        items = [SavedItem(False) for _ in kept]
     else:
-        entries, actions = steps_of(device).start([x.nbytes for x in kept], Terms(*terms))
-    _entries[ticket.data_ptr()] = entries
+        items, actions = follower_of(device).start([x.nbytes for x in kept], Terms(*terms))
+    _items[ticket.data_ptr()] = items
     weakref.finalize(memory, _release, ticket.data_ptr(), device).atexit = False  # if something below raises, too
     _carry_out(actions, device)
-    sent: list[tuple[steps.Entry, torch.Tensor, torch.Tensor]] = []
-    for entry, x in zip(entries, kept, strict=True):
-        host = host_memory(x, most) if entry.sends and x.nbytes else None
+    sent: list[tuple[SavedItem, torch.Tensor, torch.Tensor]] = []
+    for item, x in zip(items, kept, strict=True):
+        host = host_memory(x, most) if item.sends and x.nbytes else None
         if host is None:
-            entry.value = x
+            item.value = x
         else:
-            sent.append((entry, x, host))
+            sent.append((item, x, host))
     if sent:
-        begun = copies.begin([(x, host) for _, x, host in sent], device, out=True, timed=entries[0].timed)
-        for (entry, x, host), copy in zip(sent, begun, strict=True):
-            entry.host, entry.out = host, copy
+        begun = copies.begin([(x, host) for _, x, host in sent], device, out=True, timed=items[0].timed)
+        for (item, x, host), copy in zip(sent, begun, strict=True):
+            item.host, item.out = host, copy
             if copy.begun is not None:
-                steps_of(device).copied(entry, x.nbytes, copy.begun, copy.event)
-            if entry.joined:
-                _join(entry)
+                follower_of(device).copied(item, x.nbytes, copy.begun, copy.event)
+            if item.joined:
+                _join(item)
     if not captured:
-        steps_of(device).waited()
+        follower_of(device).waited()
     return [ticket, *(torch.empty(()).expand(tensors[i].shape) for i in carried)]
 
 
@@ -102,8 +104,8 @@ def _in_own_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _reload_together(
     ticket: torch.Tensor, carriers: Sequence[torch.Tensor], device: torch.device, layouts: str
 ) -> list[torch.Tensor]:
-    entries = _entries.get(ticket.data_ptr())
-    if entries is None:
+    items = _items.get(ticket.data_ptr())
+    if items is None:
         raise RuntimeError(
             "offload: the backward got another tensor than its forward saved; expected that one, by whose address it "
             "finds what the forward left. A saved-tensor hook around the compiled function has copied it: leave that "
@@ -111,88 +113,88 @@ def _reload_together(
         )
     captured = is_captured(device)
     if not captured:
-        _carry_out(steps_of(device).reload(entries), device)
-    if captured and any(entry.step >= 0 for entry in entries):  # the next step's tensors have other addresses
+        _carry_out(follower_of(device).reload(items), device)
+    if captured and any(item.call is not None for item in items):  # the next step's tensors have other addresses
         raise capture_error(device, "what a forward outside of it left here can't be read")
     keeps, current = keeps_graph(), torch.cuda.current_stream(device.index) if device.type == "cuda" else None
-    found = [_back(entry, device, keeps, current) for entry in entries]
+    found = [_back(item, device, keeps, current) for item in items]
     for copy in found:
         copies.join(copy)
     if not captured:
-        steps_of(device).waited()
+        follower_of(device).waited()
     return [copy.target for copy in found]
 
 
-def _back(entry: steps.Entry, device: torch.device, keeps: bool, current: Any) -> Copy:
-    """The copy back of `entry`: under way, started now, or none if the tensor is on the device.
+def _back(item: SavedItem, device: torch.device, keeps: bool, current: Any) -> Copy:
+    """The copy back of `item`: under way, started now, or none if the tensor is on the device.
 
     Args:
         keeps: whether another backward may read the tensor.
         current: the current stream.
     """
-    value, out = entry.value, entry.out  # another thread may join it meanwhile
+    value, out = item.value, item.out  # another thread may join it meanwhile
     if out is not None:
         value = out.source
-        _join(entry)
+        _join(item)
     if value is not None:
-        entry.value = value if keeps else None
+        item.value = value if keeps else None
         # this reader may write over it; and a view may begin anywhere
         return Copy(value, value.clone() if keeps or value.data_ptr() % ALIGNMENT else value)
-    if entry.host is None:
+    if item.host is None:
         raise RuntimeError("offload: a second backward without retain_graph reads a tensor that was freed by the first")
-    ahead: Copy | None = entry.back
-    entry.back = None
+    ahead: Copy | None = item.back
+    item.back = None
     if ahead is not None and ahead.stream in (None, current):
         return ahead
     copies.join_unclaimed(ahead)  # it was fetched into the memory of another stream
-    return begin_back([entry.host], device)[0]
+    return begin_back([item.host], device)[0]
 
 
-def _join(entry: steps.Entry) -> None:
+def _join(item: SavedItem) -> None:
     """Have the current stream wait for the copy out, and let go of the tensor on the device."""
-    entry.joined = True  # first: a thread that begins the copy meanwhile looks here after that
-    copy = entry.out
+    item.joined = True  # first: a thread that begins the copy meanwhile looks here after that
+    copy = item.out
     if copy is not None:
         copies.join(copy)
-        entry.out = None
+        item.out = None
 
 
-def _carry_out(actions: list[tuple[str, steps.Entry]], device: torch.device) -> None:
-    """Wait for copies out ("join") and start copies back ("fetch")."""
+def _carry_out(actions: list[ItemAction], device: torch.device) -> None:
+    """Wait for copies out, and start copies back."""
     ahead = []
-    for what, entry in actions:
-        if what == "join":
-            _join(entry)
-        elif entry.host is not None and entry.out is None:
-            ahead.append(entry)
+    for what, item in actions:
+        if what is Do.JOIN:
+            _join(item)
+        elif item.host is not None and item.out is None:
+            ahead.append(item)
     if ahead:
-        for entry, copy in zip(ahead, begin_back([entry.host for entry in ahead], device), strict=True):
-            entry.back = copy
+        for item, copy in zip(ahead, begin_back([item.host for item in ahead], device), strict=True):
+            item.back = copy
 
 
 def _release(address: int, device: torch.device) -> None:
     """Drop what is kept for a ticket that is gone: its backward is over, or will never come."""
-    for entry in _entries.pop(address):
-        for copy in (entry.out, entry.back):
+    items = _items.pop(address)
+    for item in items:
+        for copy in (item.out, item.back):
             copies.join_unclaimed(copy)
-        entry.value = entry.out = entry.back = entry.host = None
-        steps_of(device).drop(entry)
+        item.value = item.out = item.back = item.host = None
+    follower_of(device).drop(items)
 
 
 # --- steps of a device ------------------------------------------------------------------------------------------------
 
 
-def steps_of(device: torch.device) -> steps.Steps:
+def follower_of(device: torch.device) -> Follower:
     """The steps of `device`. All threads share them: a backward may run in a thread of its own."""
-    if device not in _steps:
+    if device not in _followers:
         times, plan = functools.partial(_times, device), functools.partial(_plan, device)
-        found = steps.Steps(lambda: _mark(device), times, plan, adapts=device.type == "cuda")
-        _steps.setdefault(device, found)
-    return _steps[device]
+        _followers.setdefault(device, Follower(lambda: _mark(device), times, plan, adapts=device.type == "cuda"))
+    return _followers[device]
 
 
-def all_steps() -> list[steps.Steps]:
-    return [*_steps.values()]
+def all_followers() -> list[Follower]:
+    return [*_followers.values()]
 
 
 def _mark(device: torch.device) -> Any:
@@ -214,10 +216,10 @@ def _times(device: torch.device, runs: list[list[Any]]) -> list[list[float]] | N
     return [list(itertools.accumulate((run[0].elapsed_time(mark) for mark in run), max)) for run in runs]
 
 
-def _plan(device: torch.device, trace: tuple[Event, ...], at_ms: Sequence[float], share: float) -> StepPlan:
+def _plan(device: torch.device, trace: Trace, at_ms: Sequence[float], share: float) -> StepPlan:
     """The plan for a step whose events run `at_ms`, on a link with `share` of its speed."""
     rates = measured_rates(device)
-    links = (event[2][2:4] for event in trace if event[0] == "start" and event[2].to_host)
+    links = (call.terms[2:4] for call in trace.calls if call.terms.to_host)
     to_host, to_device = next(links, (rates.to_host, rates.to_device))
     plan = plan_step(trace, at_ms, share * to_host, share * to_device)
     if not plan.sent_bytes and share == 1.0:

@@ -27,11 +27,11 @@ from ..graphs.nodes import NO_VERSION_CHECK, PACKED, input_storages, is_view, ou
 from ..graphs.roofline import has_formula, is_attention, node_ms
 from ..graphs.saved import crossing_pairs
 from ..graphs.speeds import Rates, measured_rates
+from ..steps.plan import Terms
+from ..steps.schedule import DECIDED_LATER, Item, Limits, Placement, Transfer, schedule
 from ..torch_private.inductor_fusion import ALONE, FROM_HOOK
 from .at_run_time import layouts_of, offload_together, reload_together
 from .hook import OffloadSettings
-from .schedule import DECIDED_LATER, Item, Limits, Placement, Transfer, schedule
-from .step_plan import Terms
 from .transfers import COPIES, offload_start, offload_wait, reload_start, reload_wait
 
 _MAY_BE_DROPPED = frozenset(  # those of Inductor's passes, 2.11 to 2.15

@@ -13,7 +13,7 @@ def offload_stats() -> dict[str, int]:
     bytes now, at most, and leased now; blocks now, and blocks allocated. Of the last step of several graphs that had a
     plan: the calls of graphs, and the bytes that they could send and did send.
     """
-    last = [each.last for each in at_run_time.all_steps() if each.last is not None]
+    last = [each.last for each in at_run_time.all_followers() if each.last is not None]
     step = ("graph_count", "nbytes", "sent_bytes")
     tensors = [f"{what}_{unit}" for what in ("sent", "fetched", "kept_on_device") for unit in ("count", "bytes")]
     return {name: transfers.counts[name] for name in tensors} | {
@@ -30,5 +30,5 @@ def reset() -> None:
     """Free unused host memory and reset the counts. Memory that tensors wait in is freed when they are."""
     pool.reset()
     transfers.counts.clear()
-    for each in at_run_time.all_steps():
+    for each in at_run_time.all_followers():
         each.forget()

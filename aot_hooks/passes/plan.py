@@ -25,8 +25,8 @@ from ..hook import KEEP, Hook
 from ..library.bitmask import bitmask, bits_instead
 from ..library.lossless import compare_hook
 from ..offloading.hook import unrounded
-from ..offloading.schedule import Transfer
 from ..settings.setting import KEPT, Setting, out_of_scope, why_kept, why_packed
+from ..steps.schedule import Transfer
 from ..torch_private.values import expression, hint, same_size
 from .live_bytes import LivePoint, join
 

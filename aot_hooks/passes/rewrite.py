@@ -20,9 +20,9 @@ from ..graphs.saved import SavedValue, boundary, crossing_pairs
 from ..hook import KEEP
 from ..offloading.hook import settings_of
 from ..offloading.placement import Leaf, place
-from ..offloading.schedule import Transfer
 from ..offloading.transfers import offload_wait
 from ..settings.setting import Setting
+from ..steps.schedule import Transfer
 from ..torch_private import inductor
 from ..torch_private.inductor_fusion import WRITTEN
 from ..torch_private.values import hint

@@ -14,9 +14,10 @@ import math
 from dataclasses import dataclass, replace
 
 from ..passes.plan import Plan
-from .recorded import Version
+from ..steps.memory import Bytes, Moment
 from .solver import solve
-from .step import Apart, Bytes, Moment, Step, Value
+from .step import Apart, Step, Value
+from .versions import Version
 
 _GAIN = 0.01  # of the time of all calls: for less they are not planned apart, which takes another compilation
 _TRIED, _WAYS = 16, 3  # counts that are solved for, and that are returned at most

@@ -34,14 +34,16 @@ from torch.fx import GraphModule
 from ..errors import BudgetWarning, warn_user
 from ..identity.canonical import canonical
 from ..passes.plan import Plan
+from ..steps.memory import ALONE, Bytes, Moment
+from ..steps.moments import Instant, between, instants_of, latest, moments_of, shares, tight_peak
+from ..steps.parameters import gathered_bytes, gradient_bytes
+from ..steps.recorder import Call, Recorder, Step, Trace
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value
 from .apart import Ways, averaged, tried_counts
 from .budget import Budget, mib
 from .measured import StepCheck, step_check
-from .moments import Event, between, latest, moments_of, shares, tight_peak
-from .recorded import RecordedStep, Version
-from .step import ALONE, Bytes, Moment
+from .versions import Mode, Version, held_bytes
 from .within import UNSEEN, bytes_of, own_bytes
 
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
@@ -61,7 +63,7 @@ class Graph:
     """A graph of Dynamo under a budget, in all versions that it is compiled to.
 
     Attributes:
-        mode: the plan to compile it with: "alone", as the whole step, "least", or "planned".
+        mode: what to compile it for next.
         stock, least: bytes of a call without hooks, and of one that holds the least; None: not known.
         share: bytes that a call may take in the step that is planned, or takes if it is compiled for it (`is_fixed`);
             on average, if some calls hold less than others.
@@ -77,7 +79,7 @@ class Graph:
     """
 
     group: Group
-    mode: str = "alone"
+    mode: Mode = Mode.ALONE
     stock: Bytes = _NOT_KNOWN
     least: Bytes | None = None
     share: Bytes = _NOT_KNOWN
@@ -103,16 +105,15 @@ class Graph:
             part = self.share_of(sizes)
             less = int((1 - part) * (given.peak_bytes or 0))
             given = replace(given, over=given.over + less, lenient=self.grown > 0)
-            step = self.group.step
-            step.drop()
-            if self.mode == "alone" and step.holding and step.held_bytes > _SMALL * self.group.peak_bytes:
-                self.mode = "least"
-            if self.mode == "least":
+            self.group.recorder.release_dropped()
+            if self.mode is Mode.ALONE and held_bytes(self.group.step) > _SMALL * self.group.peak_bytes:
+                self.mode = Mode.LEAST
+            if self.mode is Mode.LEAST:
                 return self._least_rule(given)
-            if self.mode == "planned":
+            if self.mode is Mode.PLANNED:
                 fewest = self._moments(of=lambda graph: graph.share if graph.is_fixed else graph.least or graph.stock)
                 moments, at_least = (tuple(m.times(part) for m in ms) for ms in (self._moments(), fewest))
-                estimated = any(event.gathered_bytes for trace in self.group.traces for event in trace)
+                estimated = any(instant.gathered_bytes for trace in self.group.traces for instant in trace)
                 return replace(
                     given,
                     free=self.group.budget.free,
@@ -168,20 +169,21 @@ class Graph:
             self.stale = []
             if code is not None and all(ref() is not code for ref in self.codes):
                 self.codes.append(weakref.ref(code))
-            kind = "planned" if found[0].in_step is not None else self.mode  # which another thread may have changed
+            # another thread may have changed the mode
+            mode = Mode.PLANNED if found[0].in_step is not None else self.mode
             growth = 1 / self.share_of(sizes)
-            version = Version(self, kind, Bytes.total(map(own_bytes, found)).times(growth))
-            if kind == "planned":
+            version = Version(self, mode, Bytes.total(map(own_bytes, found)).times(growth))
+            if mode is Mode.PLANNED:
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
                 if tight_plans:
-                    version.tight = Version(self, kind, own_bytes(tight_plans[0]), is_tight=True)
+                    version.tight = Version(self, mode, own_bytes(tight_plans[0]), is_tight=True)
                     as_planned = self.least is not None and version.tight.nbytes.held <= self.least.held
                     version.tight_calls = plans[0].in_step.tight_calls if plans[0].in_step else 0
                     version.loose_calls = self.calls - version.tight_calls if as_planned else 0
                     peak = self._tight_peak(version.tight.nbytes, version.tight_calls)
                     plans[0], self.share = averaged(plans[0], tight_plans[0], version, peak)
-                events = [event for trace in self.group.traces for event in trace]  # none if it comes from the cache
-                stock = max((event.nbytes(lambda graph: graph.stock) for event in events), default=0)
+                instants = [i for trace in self.group.traces for i in trace]  # none if it comes from the cache
+                stock = max((instant.nbytes(lambda graph: graph.stock) for instant in instants), default=0)
                 for i, plan in enumerate(plans):
                     if plan.in_step is not None:
                         plans[i] = replace(plan, in_step=replace(plan.in_step, stock_bytes=stock))
@@ -190,12 +192,12 @@ class Graph:
                 self.stock = Bytes.total(bytes_of(plan.live_before) for plan in found).times(growth)
             if listed is not None:
                 self.listed.append((listed, list(plans)))
-            if kind == "least":
+            if mode is Mode.LEAST:
                 self.least, self.least_plan = version.nbytes, plans[0] if len(plans) == 1 and growth == 1 else None
             return version
 
-    def compile_again(self, mode: str) -> None:
-        """Have the next calls compile the graph again with that plan. Nothing changes if they can't."""
+    def compile_again(self, mode: Mode) -> None:
+        """Have the next calls compile the graph again for `mode`. Nothing changes if they can't."""
         if self.why_not_again():
             return
         self.mode = mode
@@ -215,7 +217,7 @@ class Graph:
 
 
 class _OfThread(threading.local):
-    step: RecordedStep | None = None
+    recorder: Recorder | None = None
     decided: Version | None = None  # what the last call runs
 
 
@@ -229,22 +231,22 @@ class Group:
         over: bytes of the budget that no plan may take, because a measured step took more than predicted.
         predicted: bytes of the last step that fits.
         check: compares measured steps with the budget.
-        accepted: the marks of the last steps that need no other plan.
+        accepted: the traces of the last steps that need no other plan.
         notes_parameters: whether calls note their parameters, to find the bytes of gradients.
         needs_plan: whether a step is to be planned.
-        gathered_bytes: what is gathered for the first call, see `RecordedStep.note_gathered`.
+        gathered_bytes: what is gathered for the first call, see steps/parameters.py.
         incomplete: how many steps in a row had calls without a backward.
         counted: whether `least` is planned for the number of calls in `traces`, not for an unknown number.
     """
 
     budget: Budget
     graphs: dict[str, Graph] = field(default_factory=dict)
-    traces: list[Sequence[Event]] = field(default_factory=list)
+    traces: list[Sequence[Instant]] = field(default_factory=list)
     planned_peak: int = 0
     over: int = 0
     predicted: int = 0
     check: StepCheck | None = None
-    accepted: deque[list[tuple[str, int, Version]]] = field(default_factory=lambda: deque(maxlen=_MOST_TRACES))
+    accepted: deque[Trace] = field(default_factory=lambda: deque(maxlen=_MOST_TRACES))
     notes_parameters: bool = True
     needs_plan: bool = False
     gathered_bytes: int = 0
@@ -252,7 +254,6 @@ class Group:
     counted: bool = False
     busy: int = 0
     warned_bytes: int = 0
-    warned_of_kept: bool = False
     warned_of_retained: bool = False
     local: _OfThread = field(default_factory=_OfThread)
 
@@ -261,72 +262,56 @@ class Group:
         return (self.budget.peak_bytes or 0) - self.budget.over - self.over
 
     @property
-    def step(self) -> RecordedStep:
-        """The step of this thread."""
-        return self.local.step or self.begin()
+    def recorder(self) -> Recorder:
+        """The steps of this thread."""
+        if self.local.recorder is None:
+            effect = "what they hold comes on top of the budget"
+            title, on_end = repr(self.budget), self.on_step_end
+            self.local.recorder = Recorder(title, effect, BudgetWarning, on_end, lambda version: version.graph, _lock)
+        return self.local.recorder
 
-    def begin(self) -> RecordedStep:
-        self.local.step = step = RecordedStep(leaves=[] if self.notes_parameters else None)
-        return step
+    @property
+    def step(self) -> Step:
+        """The step of this thread."""
+        return self.recorder.step
 
     def on_forward_start(self) -> None:
         with _lock:
-            step = self.step
-            step.drop()
-            if step.holding and step.is_endless:
-                self.leave_out(step)
-            if not step.holding:
-                if step.marks and step.marks[-1][0] == "dropped":
-                    self.on_step_end(step)
+            step = self.recorder.before_call()
+            if not step.events:
+                step.notes_parameters = self.notes_parameters
                 allocated = None if self.check is None else self.check.begins()
                 # what is gathered for the first call is of the step
-                self.begin().allocated = None if allocated is None else allocated - self.gathered_bytes
-
-    def leave_out(self, step: RecordedStep) -> None:
-        """Forget `step`, which is endless, with a warning."""
-        if not self.warned_of_kept:
-            self.warned_of_kept = True
-            since = step.count - 1 - next(iter(step.holding))
-            warn_user(
-                f"aot_hooks: {self.budget!r}: {len(step.holding)} compiled calls hold {mib(step.held_bytes)} of saved "
-                f"tensors, and {since} calls have run since the first of them. A step ends where nothing is saved, so "
-                "none could be planned or checked. Such calls are left out from now on, and what they hold comes on "
-                "top of the budget. Is the output of an evaluation kept? Use torch.no_grad(), or keep a detached one",
-                BudgetWarning,
-            )
-        step.marks, step.holding = [], {}
+                step.allocated = None if allocated is None else allocated - self.gathered_bytes
 
     def on_forward_end(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
-        step = self.step
-        number = step.count
-        if not autograd.at_end_of_backward(
-            outputs,
-            functools.partial(step.gone.append, number),
-            functools.partial(self.on_backward_end, step, number),
-            functools.partial(self.on_retained, step),
-        ):
+        if autograd.node_behind(outputs) is None:
             return
+        recorder, step = self.recorder, self.step
         with _lock:
-            step.marks.append(("forward", number, version))
-            step.count, step.holding[number] = number + 1, version
-            step.most = max(step.most, len(step.holding))
-            if step.leaves is not None:
-                leaves = (a for a in args if isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf)
-                step.leaves.append([weakref.ref(a) for a in leaves])
-            alone = version.kind == version.graph.mode == "alone"
-            if alone and len(step.holding) > 1 and step.held_bytes > _SMALL * self.peak_bytes:
-                version.graph.compile_again("least")
+            call = recorder.saves(
+                version, (a for a in args if isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf)
+            )
+            alone = version.mode is version.graph.mode is Mode.ALONE
+            if alone and len(step.holding) > 1 and held_bytes(step) > _SMALL * self.peak_bytes:
+                version.graph.compile_again(Mode.LEAST)
+        autograd.at_end_of_backward(
+            outputs,
+            functools.partial(recorder.drop, call),
+            functools.partial(self.on_backward_end, recorder, call),
+            functools.partial(self.on_retained, step),
+        )
 
-    def on_backward_end(self, step: RecordedStep, number: int) -> None:
+    def on_backward_end(self, recorder: Recorder, call: Call) -> None:
         with _lock:
-            step.drop()
-            if step.release("backward", number) and not step.holding:
-                self.on_step_end(step)
+            recorder.release_dropped()
+            if recorder.reads(call) and recorder.step.release(call) and not recorder.step.holding:
+                recorder.end()
 
-    def on_retained(self, step: RecordedStep) -> None:
+    def on_retained(self, step: Step) -> None:
         """Warn if a second backward, beside all saved tensors, would exceed the peak. Called before the first one."""
         with _lock:
-            calls = [version.nbytes for how, _, version in step.marks if how == "forward"]
+            calls = [call.what.nbytes for call in step.calls]
             held, working = sum(c.held for c in calls), max((c.backward - c.held for c in calls), default=0)
             if held + working > self.peak_bytes and not self.warned_of_retained:
                 self.warned_of_retained = True
@@ -337,37 +322,46 @@ class Group:
                     BudgetWarning,
                 )
 
-    def on_step_end(self, step: RecordedStep) -> None:
+    def on_step_end(self, step: Step) -> None:
         """Plan for `step`, if it is not one that fits."""
-        self.gathered_bytes = max(self.gathered_bytes, step.note_gathered())
-        if step.marks in self.accepted:
+        gathered, gathered_first = gathered_bytes(step)
+        self.gathered_bytes = max(self.gathered_bytes, gathered_first)
+        trace = step.trace()
+        if trace in self.accepted:
             self.measure(step)
             return
-        kinds = {how for how, _, _ in step.marks}
-        if "backward" not in kinds:
+        if step.is_part or not any(call.was_read for call in step.calls):
             return
-        self.incomplete = self.incomplete + 1 if "dropped" in kinds else 0
+        self.incomplete = self.incomplete + 1 if step.dropped else 0
         if 0 < self.incomplete < 3:  # an exception may have ended it
             return
         if step.most < 2:
-            self.accepted.append(step.marks)
+            self.accepted.append(trace)
             self.notes_parameters = self.notes_parameters and self.needs_plan
-            for graph in {v.graph: None for _, _, v in step.marks if v.kind == v.graph.mode == "least"}:
-                graph.compile_again("alone")  # it was compiled while calls held something that never had a backward
+            for graph in {v.graph: None for v in trace.calls if v.mode is v.graph.mode is Mode.LEAST}:
+                graph.compile_again(Mode.ALONE)  # compiled while calls held something that never had a backward
             return
-        self.notes_parameters = self.needs_plan = step.leaves is None
-        if step.leaves is None:  # the next one like it tells
-            return
-        taken = max(event.nbytes(lambda version: version.nbytes) for event in step.trace(lambda version: version))
-        versions = {version: None for _, _, version in step.marks}
-        graphs = list({version.graph: None for version in versions})
-        bounded = all(version.kind == "planned" or not version.graph.sizes for version in versions)  # by guards
-        if taken <= self.peak_bytes and bounded and all(version.kind != "least" for version in versions):
-            self.accepted.append(step.marks)
+        self.notes_parameters = self.needs_plan = not step.notes_parameters
+        if step.notes_parameters:  # else the next one like it tells
+            gradients = gradient_bytes(step)
+            self.plan_or_accept(step, trace, lambda key: instants_of(trace, key, gradients, gathered))
+
+    def plan_or_accept(self, step: Step, trace: Trace, instants: Callable[..., list[Instant]]) -> None:
+        """Accept a `step` that fits, or that no plan can make smaller; else have its graphs compiled again.
+
+        `instants` returns those of `trace`, see `instants_of`.
+        """
+        taken = max(instant.nbytes(lambda version: version.nbytes) for instant in instants(lambda version: version))
+        of_graphs = instants(lambda version: version.graph)
+        versions = dict.fromkeys(trace.calls)
+        graphs = list(dict.fromkeys(version.graph for version in versions))
+        bounded = all(version.mode is Mode.PLANNED or not version.graph.sizes for version in versions)  # by guards
+        if taken <= self.peak_bytes and bounded and all(version.mode is not Mode.LEAST for version in versions):
+            self.accepted.append(trace)
             self.predicted = taken
             self.measure(step)
-        elif all(v.kind == v.graph.mode == "planned" for v in versions) and self.has_plan_for(step):
-            self.accepted.append(step.marks)  # nothing is tighter, which was a warning when it was compiled
+        elif all(v.mode is v.graph.mode is Mode.PLANNED for v in versions) and self.has_plan_for(of_graphs):
+            self.accepted.append(trace)  # nothing is tighter, which was a warning when it was compiled
             self.predicted = taken
         else:
             why = next(filter(None, (graph.why_not_again() for graph in graphs)), "")
@@ -375,58 +369,57 @@ class Group:
                 why = f"they were, {_MOST_COMPILED} times"
             self.busy = self.busy + 1 if why == dynamo.BUSY else 0
             if not why:
-                self.plan(step, graphs)
+                self.plan(trace, of_graphs, graphs)
             if not why or self.busy:
                 self.notes_parameters = self.needs_plan = True  # the next step is checked, or planned
             else:
-                self.accepted.append(step.marks)
+                self.accepted.append(trace)
             if why and not 0 < self.busy < _MOST_BUSY:
                 self.warn(taken, step, why)
 
-    def measure(self, step: RecordedStep) -> None:
+    def measure(self, step: Step) -> None:
         """Compare what `step` took with the budget, if all of it is planned; once it is over, plan less."""
-        if self.check is None or any(version.kind != "planned" for _, _, version in step.marks):
+        if self.check is None or any(call.what.mode is not Mode.PLANNED for call in step.calls):
             return
         if (excess := self.check.ended(step.allocated, self.predicted)) > 0:
             self.over, self.notes_parameters, self.needs_plan = excess, True, True
             self.accepted.clear()  # the next step is over what is left, and gets another plan
 
-    def has_plan_for(self, step: RecordedStep) -> bool:
-        """Whether the graphs have been planned for a step like `step`."""
+    def has_plan_for(self, instants: Sequence[Instant]) -> bool:
+        """Whether the graphs have been planned for a step of these instants."""
 
-        def calls(trace: Sequence[Event]) -> list[Any]:
-            return [(event.phase, event.runs, event.holding) for event in trace]
+        def calls(instants: Sequence[Instant]) -> list[Any]:
+            return [(instant.phase, instant.runs, instant.holding) for instant in instants]
 
-        found = calls(step.trace(lambda version: version.graph))
-        return self.planned_peak == self.peak_bytes and any(calls(trace) == found for trace in self.traces)
+        found = calls(instants)
+        return self.planned_peak == self.peak_bytes and any(calls(each) == found for each in self.traces)
 
-    def plan(self, step: RecordedStep, graphs: Sequence[Graph]) -> None:
-        """Have the graphs compiled again for a step like `step`."""
-        trace = step.trace(lambda version: version.graph)
+    def plan(self, trace: Trace, instants: list[Instant], graphs: Sequence[Graph]) -> None:
+        """Have the graphs compiled again for a step like `trace`, of these instants."""
         stock = {graph: graph.stock for graph in graphs}
         least = {graph: graph.least or graph.stock for graph in graphs}
-        share = shares(trace, least, stock, self.peak_bytes)
+        share = shares(instants, least, stock, self.peak_bytes)
         if share < 0 and not self.counted and all(graph.least for graph in graphs):
             # What holds the least may take much while it runs: which is right depends on the number of calls.
-            self.counted, self.traces = True, latest([*self.traces, trace], 1)
+            self.counted, self.traces = True, latest([*self.traces, instants], 1)
             for graph in graphs:
-                graph.compile_again("least")
+                graph.compile_again(Mode.LEAST)
             return
         unknown = {graph for graph in graphs if graph.least is None}
-        calls = [version for how, _, version in step.marks if how == "forward"]
-        held = sum(version.nbytes.held for version in calls if version.graph in unknown)
+        held = sum(version.nbytes.held for version in trace.calls if version.graph in unknown)
         if unknown and (share < 0 or held > _SMALL * self.peak_bytes):
             for graph in unknown:
-                graph.compile_again("least")
+                graph.compile_again(Mode.LEAST)
             return
-        self.traces, self.planned_peak = latest([*self.traces, trace], _MOST_TRACES), self.peak_bytes
+        self.traces, self.planned_peak = latest([*self.traces, instants], _MOST_TRACES), self.peak_bytes
+        is_nested = trace.is_nested(lambda version: version.graph)
         for graph in graphs:
             graph.share, graph.is_fixed = between(least[graph], stock[graph], max(0.0, share)), False
-            most = max(event.holding.get(graph, 0) + (event.runs is graph) for event in trace)
-            graph.calls, graph.is_nested = max(graph.calls, most), graph.is_nested and step.is_nested
-            graph.compile_again("planned")
+            most = max(instant.holding.get(graph, 0) + (instant.runs is graph) for instant in instants)
+            graph.calls, graph.is_nested = max(graph.calls, most), graph.is_nested and is_nested
+            graph.compile_again(Mode.PLANNED)
 
-    def warn(self, taken: int, step: RecordedStep, why: str) -> None:
+    def warn(self, taken: int, step: Step, why: str) -> None:
         if taken <= max(self.peak_bytes, _WARNS_AGAIN * self.warned_bytes):
             return
         self.warned_bytes = taken

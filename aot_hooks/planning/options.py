@@ -39,13 +39,13 @@ from ..library.float8 import float8
 from ..library.integer import int4, int8
 from ..library.lossless import lossless
 from ..offloading.hook import offload
-from ..offloading.schedule import Transfer
 from ..offloading.transfers import COPIES
 from ..passes.live_bytes import LivePoint, live_bytes
 from ..passes.plan import NOTHING, Unpacked, decide
 from ..passes.trace import TracedHook
 from ..passes.units import Trace, trace_units
 from ..settings.setting import Setting, out_of_scope
+from ..steps.schedule import Transfer
 from ..torch_private.values import hint
 from .recomputation import with_recompute
 from .step import Option, Step, Value

@@ -23,7 +23,7 @@ from ..errors import BudgetWarning, warn_user
 from ..passes.plan import Plan
 from ..torch_private import dynamo
 from ..torch_private.values import hint, pytree, symbols_of, upper_bound
-from .recorded import Version
+from .versions import Mode, Version
 from .within import UNSEEN
 
 MOST_GROWN = 4  # times that a graph is planned for larger sizes
@@ -85,7 +85,7 @@ def guarded(run: Callable[..., Any], version: Version, plans: Sequence[Plan], si
     Larger ones miss a guard. Where there can't be one, or the graph was planned anew often, `run` warns of them, once.
     """
     graph = version.graph
-    if version.kind == "least":  # the next one is planned
+    if version.mode is Mode.LEAST:  # the next one is planned
         return run
     if sizes.unknown:
         warn_user(

@@ -18,10 +18,10 @@ from typing import Any, TextIO
 
 from ..errors import OptionError
 from ..hook import KEEP
-from ..offloading.schedule import Transfer
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Plan, joined
 from ..settings.byte_sizes import SIZES
+from ..steps.schedule import Transfer
 
 WIDTH = 110
 

@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(at_run_time, "_mark", mark)
     yield
     torch._dynamo.reset()
-    assert not at_run_time._entries and not transfers._kept
+    assert not at_run_time._items and not transfers._kept
 
 
 def by_blocks(hook: aot_hooks.Hook | None, layers: int = 6, *, inner: str = "aten") -> nn.Sequential:
@@ -136,8 +136,8 @@ def test_the_last_operator_of_a_graph_ends_it(monkeypatch: pytest.MonkeyPatch) -
 
     run = torch.compile(both_last_read_by_one_node, backend="aot_hooks", options={"inner": "aten", "policy": HOOK})
     run(torch.randn(4, 16)).backward()
-    steps = at_run_time.steps_of(torch.device("cpu"))
-    ends = [event[2].ends_graph for event in steps._trace if event[0] == "start"]
+    step = at_run_time.follower_of(torch.device("cpu")).run.step
+    ends = [call.what.terms.ends_graph for call in step.calls]
     assert ends == [False, True]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aot_hooks.offloading import at_run_time, transfers
-from aot_hooks.offloading.step_plan import Terms
+from aot_hooks.steps.plan import Terms
 
 # In a process of its own, because it pretends that there is a GPU. Prints the arguments that each kernel may take to
 # be aligned, beside all of its arguments.

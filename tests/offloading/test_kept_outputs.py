@@ -11,7 +11,8 @@ from torch import nn
 
 import aot_hooks
 from aot_hooks.errors import UnusedWarning
-from aot_hooks.offloading import at_run_time, steps
+from aot_hooks.offloading import at_run_time
+from aot_hooks.steps import recorder
 
 pytestmark = pytest.mark.filterwarnings("error::aot_hooks.errors.UnusedWarning")
 
@@ -20,7 +21,7 @@ def test_an_output_that_is_held_disturbs_no_step() -> None:
     plain, hooked = by_blocks(None), by_blocks(HOOK)
     aot_hooks.reset()
     held = hooked(torch.randn(64, 16))
-    with pytest.warns(UnusedWarning, match=r"30 saved tensors are kept, and 240 others .*no_grad\(\)") as caught:
+    with pytest.warns(UnusedWarning, match=r"6 calls .* and 48 others .*no_grad\(\)") as caught:
         for _ in range(14):
             x = torch.randn(64, 16)
             assert_equal(step(hooked, x), step(plain, x))
@@ -92,17 +93,18 @@ def test_what_is_alive_beside_complete_backwards_is_of_the_step(updates: int, eq
         for _ in range(24):
             train()
     assert len([w for w in caught if w.category is UnusedWarning]) == equal
-    (found,) = at_run_time.all_steps()
-    whole = found._known[-1]
-    assert len(whole.trace) > 12 * updates and whole.plan is not None
+    (found,) = at_run_time.all_followers()
+    whole = found.known[-1]
+    assert len(whole.trace.events) > 12 * updates and whole.plan is not None
 
 
 def test_a_step_that_never_ends_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_MOST_EVENTS", 14)  # a step has 12
+    monkeypatch.setattr(recorder, "_MOST_EVENTS", 14)  # a step has 12
     plain, hooked = by_blocks(None), by_blocks(HOOK)
     held = [hooked(torch.randn(64, 16))]
-    for _ in range(8):
-        x = torch.randn(64, 16)
-        assert_equal(step(hooked, x), step(plain, x))
+    with pytest.warns(UnusedWarning, match="6 calls of compiled graphs keep"):
+        for _ in range(8):
+            x = torch.randn(64, 16)
+            assert_equal(step(hooked, x), step(plain, x))
     assert counted(lambda: step(hooked, x))[0] > 0, "what is held is of another step"
     held.clear()

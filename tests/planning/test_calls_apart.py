@@ -21,10 +21,12 @@ from aot_hooks.errors import BudgetError
 from aot_hooks.passes.plan import InStep, Plan
 from aot_hooks.planning import apart, many, within
 from aot_hooks.planning.apart import Ways, tried_counts
-from aot_hooks.planning.moments import Event, moments_of, tight_peak
-from aot_hooks.planning.recorded import RecordedStep, Version
-from aot_hooks.planning.step import RECOMPUTE, Apart, Bytes, Option, Value
+from aot_hooks.planning.step import RECOMPUTE, Apart, Option, Value
 from aot_hooks.planning.step import Step as PlannedStep
+from aot_hooks.planning.versions import Mode, Version
+from aot_hooks.steps.memory import Bytes
+from aot_hooks.steps.moments import Instant, moments_of, tight_peak
+from aot_hooks.steps.recorder import Call, Step
 from aot_hooks.torch_private import aot
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
@@ -110,7 +112,7 @@ def test_no_more_calls_hold_much_than_were_planned_in_whatever_order(x, ran):
     waiting = []
     for i in range(24):
         waiting.append(model[i % COUNT](x).square().sum())
-        held = Counter("tight" if v.is_tight else "loose" for v in group.step.holding.values())
+        held = Counter("tight" if c.what.is_tight else "loose" for c in group.step.holding.values())
         assert held["loose"] <= COUNT - tight
         assert held["tight"] >= min(tight, held.total())
         most |= held
@@ -162,35 +164,19 @@ def test_a_graph_that_is_compiled_twice_keeps_what_tells_parameters_from_inputs(
     assert torch.equal(torch.compile(block, backend=check)(x), block(x))
 
 
+def holding(*versions: Version) -> Step:
+    """A step in which calls of `versions` hold saved tensors."""
+    return Step(holding={i: Call(0, i, version) for i, version in enumerate(versions)})
+
+
 def test_a_version_without_a_tight_one_runs_every_call():
-    alone = Version(None, "planned", Bytes(1, 1, 1))
-    step = RecordedStep(holding={0: alone, 1: alone})
-    assert alone.for_next_call(step) is alone
-    tight = Version(None, "planned", Bytes(1, 1, 1), is_tight=True)
-    loose = Version(None, "planned", Bytes(3, 3, 3), tight, tight_calls=1, loose_calls=1)
-    assert [
-        loose.for_next_call(RecordedStep(holding=dict(enumerate(held)))) for held in ([], [tight], [tight, loose])
-    ] == [
-        tight,
-        loose,
-        tight,
-    ]
-    assert loose.for_next_call(RecordedStep(holding={0: loose})) is tight  # the tight one is gone: too few hold little
-
-
-def test_a_step_is_nested_if_each_graph_runs_backward_in_reverse():
-    a, b = (Version(name, "planned", Bytes(1, 1, 1)) for name in "ab")
-    for order, nested in (("a b b' a'", True), ("a b a' b'", True), ("a a a' a'", False)):
-        step = RecordedStep()
-        numbers: dict[str, list[int]] = {"a": [], "b": []}
-        for i, word in enumerate(order.split()):
-            version = a if word[0] == "a" else b
-            if word.endswith("'"):
-                step.marks.append(("backward", numbers[word[0]].pop(0), version))
-            else:
-                numbers[word[0]].append(i)
-                step.marks.append(("forward", i, version))
-        assert step.is_nested == nested, order
+    alone = Version(None, Mode.PLANNED, Bytes(1, 1, 1))
+    assert alone.for_next_call(holding(alone, alone)) is alone
+    tight = Version(None, Mode.PLANNED, Bytes(1, 1, 1), is_tight=True)
+    loose = Version(None, Mode.PLANNED, Bytes(3, 3, 3), tight, tight_calls=1, loose_calls=1)
+    held = [(), (tight,), (tight, loose)]
+    assert [loose.for_next_call(holding(*each)) for each in held] == [tight, loose, tight]
+    assert loose.for_next_call(holding(loose)) is tight  # the tight one is gone: too few hold little
 
 
 def test_as_many_calls_hold_the_least_as_make_the_step_fastest(monkeypatch):
@@ -199,7 +185,7 @@ def test_as_many_calls_hold_the_least_as_make_the_step_fastest(monkeypatch):
     size, again = 10 << 20, Option(RECOMPUTE, ms=1.0)
     value = Value(("v",), size, 1, 2, begin=2, options=(again,))
     step = PlannedStep((size,) * 4, (value,), (4.0,), forward_count=2)
-    trace = [Event(phase, "g", {"g": i}) for phase in ("forward", "backward") for i in range(6)]
+    trace = [Instant(phase, "g", {"g": i}) for phase in ("forward", "backward") for i in range(6)]
 
     def best(mib: int) -> tuple[int, float]:
         found, *_ = _fastest(step, 6, mib, trace) or [None]
@@ -209,15 +195,15 @@ def test_as_many_calls_hold_the_least_as_make_the_step_fastest(monkeypatch):
     assert counts == [(1, 25), (1, 25), (2, 26), (3, 27), (4, 28), (5, 29), (0, 0)]
 
 
-def _fastest(step: PlannedStep, calls: int, mib: int, trace: list[Event]) -> tuple[Apart, ...]:
+def _fastest(step: PlannedStep, calls: int, mib: int, trace: list[Instant]) -> tuple[Apart, ...]:
     counts = [(n, moments_of("g", [trace], lambda _: Bytes(0, 0, 0), (n, 0)), 0) for n in tried_counts(calls)]
     return Ways(step, 5.0, calls, mib << 20, 0.0, tuple(counts)).fastest()
 
 
 def test_what_runs_beside_the_calls_that_hold_the_least_counts():
     """The last backwards are theirs, beside all gradients."""
-    trace = [Event("forward", "g", {"g": i}) for i in range(4)]
-    trace += [Event("backward", "g", {"g": 3 - i}, 100 * i) for i in range(4)]
+    trace = [Instant("forward", "g", {"g": i}) for i in range(4)]
+    trace += [Instant("backward", "g", {"g": 3 - i}, 100 * i) for i in range(4)]
     assert tight_peak("g", trace, lambda _: Bytes(0, 0, 0), 2, Bytes(50, 10, 300)) == 300 + 300
     assert tight_peak("g", trace, lambda _: Bytes(0, 0, 0), 0, Bytes(50, 10, 300)) == 0
 
@@ -227,12 +213,12 @@ def test_versions_of_equal_graphs_are_counted_together():
     graph = object()
     versions = []
     for _ in range(4):
-        tight = Version(graph, "planned", Bytes(1, 1, 1), is_tight=True)
-        versions.append(Version(graph, "planned", Bytes(3, 3, 3), tight, tight_calls=2, loose_calls=2))
-    step = RecordedStep()
-    for number, version in enumerate(versions):
-        step.holding[number] = version.for_next_call(step)
-    assert [v.is_tight for v in step.holding.values()] == [True, True, False, False]
+        tight = Version(graph, Mode.PLANNED, Bytes(1, 1, 1), is_tight=True)
+        versions.append(Version(graph, Mode.PLANNED, Bytes(3, 3, 3), tight, tight_calls=2, loose_calls=2))
+    chosen: list[Version] = []
+    for version in versions:
+        chosen.append(version.for_next_call(holding(*chosen)))
+    assert [v.is_tight for v in chosen] == [True, True, False, False]
 
 
 def test_calls_that_run_backward_in_the_order_of_their_forwards_are_alike_and_within_the_budget(x, tmp_path):
@@ -335,7 +321,7 @@ def test_calls_are_apart_if_their_graphs_are_faster_so_not_if_the_program_says_i
 def test_ways_to_plan_apart_are_not_near_each_other():
     size, again = 10 << 20, Option(RECOMPUTE, ms=1.0)
     step = PlannedStep((size,) * 4, (Value(("v",), size, 1, 2, begin=2, options=(again,)),), (4.0,), forward_count=2)
-    trace = [Event(phase, "g", {"g": i}) for phase in ("forward", "backward") for i in range(16)]
+    trace = [Instant(phase, "g", {"g": i}) for phase in ("forward", "backward") for i in range(16)]
     ways = _fastest(step, 16, 200, trace)
     counts = [way.tight_calls for way in ways]
     assert len(counts) == 3 and all(b - a > 2 for a, b in itertools.pairwise(counts))

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import aot_hooks
-from aot_hooks.planning.moments import Event, shares
-from aot_hooks.planning.step import Bytes
+from aot_hooks.steps.memory import Bytes
+from aot_hooks.steps.moments import Instant, shares
 
 
 def test_a_least_that_takes_more_than_the_peak_while_it_runs_has_no_share() -> None:
-    trace = [Event("backward", "g", Counter())]
+    trace = [Instant("backward", "g", Counter())]
     assert shares(trace, {"g": Bytes(5, 1, 11)}, {"g": Bytes(9, 9, 9)}, peak=10) < 0
     assert shares(trace, {"g": Bytes(5, 1, 9)}, {"g": Bytes(9, 9, 9)}, peak=10) == 1
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
-from aot_hooks.planning import many, recorded
+from aot_hooks.planning import many
+from aot_hooks.steps import recorder
 from aot_hooks.torch_private import dynamo
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
@@ -22,7 +23,7 @@ x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
 def mark_count() -> int:
     (group,) = many._groups.values()
-    return len(group.step.marks)
+    return len(group.step.events)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -78,8 +79,8 @@ def test_an_evaluation_that_is_kept_with_its_graph_is_left_out_of_steps(x, compi
     expected, peak = gradients(model, x), peak_of(model, x, 0.6)
     compile_blocks(model, budget(peak, max_error=0))
     kept = [model(x)]
-    with pytest.warns(BudgetWarning, match=r"6 compiled calls hold .* MiB .* 17 calls .*no_grad") as caught:
-        for _ in range(8):
+    with pytest.warns(BudgetWarning, match=r"6 calls of compiled graphs keep .*, and 48 others .*no_grad") as caught:
+        for _ in range(14):
             assert_equal(train(model, x), expected)
     assert len([w for w in caught if issubclass(w.category, BudgetWarning)]) == 1
     assert compiled_kinds == ["alone", "least", "planned"]
@@ -91,12 +92,12 @@ def test_an_evaluation_that_is_kept_with_its_graph_is_left_out_of_steps(x, compi
 
 
 def test_an_evaluation_of_other_sizes_is_left_out_later(x, compiled_kinds, monkeypatch):
-    monkeypatch.setattr(recorded, "_MOST_AFTER", 40)
+    monkeypatch.setattr(recorder, "_MOST_AFTER", 40)
     model = model_of(*[Block] * 4)
     expected = gradients(model, x)
     compile_blocks(model, budget(peak_of(model, x, 0.6), max_error=0), dynamic=False)
     kept = [model(torch.randn(ROWS // 2, WIDTH))]
-    with pytest.warns(BudgetWarning, match="43 calls have run since the first of them"):
+    with pytest.warns(BudgetWarning, match="40 others have come and gone since"):
         for _ in range(14):
             assert_equal(train(model, x), expected)
     assert compiled_kinds[-1] == "planned"
@@ -110,7 +111,7 @@ def test_an_evaluation_whose_output_is_kept_until_the_next_one(x, compiled_kinds
     peak = peak_of(model, x, 0.6)
     compile_blocks(model, budget(peak, max_error=0))
     kept = []
-    with pytest.warns(BudgetWarning, match="compiled calls hold .*no_grad") as caught:
+    with pytest.warns(BudgetWarning, match="calls of compiled graphs keep .*no_grad") as caught:
         for _ in range(12):
             assert_equal(train(model, x), expected)
             kept = [model(x)]
@@ -122,7 +123,7 @@ def test_an_evaluation_whose_output_is_kept_until_the_next_one(x, compiled_kinds
 
 def test_evaluation_with_gradients_has_no_step_without_an_end(x, monkeypatch):
     """Its last output is there until the next one is, so there is no point at which nothing is saved."""
-    monkeypatch.setattr(recorded, "_MOST_MARKS", 50)
+    monkeypatch.setattr(recorder, "_MOST_EVENTS", 50)
     model = model_of(*[Block] * 4)
     compile_blocks(model, budget(peak_of(model, x, 5.0), max_error=0))
     with pytest.warns(BudgetWarning, match="torch.no_grad"):

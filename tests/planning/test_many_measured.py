@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from typing import Any
 
 import many_blocks
@@ -16,8 +15,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import aot_hooks
 from aot_hooks.errors import BudgetWarning
-from aot_hooks.planning import many, recorded
+from aot_hooks.planning import many
 from aot_hooks.planning import measured as measuring
+from aot_hooks.steps import parameters
+from aot_hooks.steps.recorder import Recorder, Step
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
@@ -137,10 +138,10 @@ def test_parameters_that_are_gathered_for_the_first_call_are_of_the_step(x, firs
 def test_freed_memory_is_seen_in_tensors_of_any_kind():
     whole, freed = torch.ones(3), torch.ones(3)
     freed.untyped_storage().resize_(0)
-    assert recorded._is_freed(freed) and not recorded._is_freed(whole) and not recorded._is_freed(torch.ones(0))
-    assert not recorded._is_freed(torch.eye(3).to_sparse())
+    assert parameters._is_freed(freed) and not parameters._is_freed(whole) and not parameters._is_freed(torch.ones(0))
+    assert not parameters._is_freed(torch.eye(3).to_sparse())
     two = TwoTensor(whole, freed)
-    assert [recorded._is_freed(part) for part in recorded._plain(two)] == [False, True]
+    assert [parameters._is_freed(part) for part in parameters._plain(two)] == [False, True]
 
 
 def test_what_a_tensor_consists_of_beside_tensors_is_left_out():
@@ -152,17 +153,22 @@ def test_what_a_tensor_consists_of_beside_tensors_is_left_out():
         def __tensor_flatten__(self):
             return ["local", "mesh"], None
 
-    assert [*recorded._plain(Meshed())] == [Meshed.local]
+    assert [*parameters._plain(Meshed())] == [Meshed.local]
+
+
+def step_of(*read: nn.Parameter) -> Step:
+    recorder = Recorder("", "", BudgetWarning, lambda step: None, step=Step(notes_parameters=True))
+    for parameter in read:
+        recorder.saves("graph", [parameter])
+    return recorder.step
 
 
 def test_only_calls_whose_parameters_are_taken_away_count_as_gathered():
     """The first one's may be here again by the next step. A large block that stays is no part of what is gathered."""
     small, freed, large = (nn.Parameter(torch.ones(n)) for n in (2, 5, 1000))
     freed.untyped_storage().resize_(0)
-    step = recorded.RecordedStep(leaves=[[weakref.ref(p)] for p in (small, freed, large)])
-    assert step.note_gathered() == 2 * 8 and step.gathered_bytes == 2 * 20
-    step = recorded.RecordedStep(leaves=[[weakref.ref(p)] for p in (small, large)])
-    assert step.note_gathered() == 0 == step.gathered_bytes
+    assert parameters.gathered_bytes(step_of(small, freed, large)) == (2 * 20, 2 * 8)
+    assert parameters.gathered_bytes(step_of(small, large)) == (0, 0)
 
 
 def test_a_budget_that_gathered_parameters_make_impossible_is_a_warning(x):

@@ -59,7 +59,7 @@ def compiled_kinds(monkeypatch) -> list[str]:
     def counted(graph: Any, *args: Any) -> Any:
         version = compiled(graph, *args)
         if version is not None:
-            kinds.append(version.kind)
+            kinds.append(version.mode.value)
         return version
 
     monkeypatch.setattr(many.Graph, "compiled", counted)

@@ -31,7 +31,7 @@ TOO_SOON = "back on the device too soon to be worth sending"
 NO_TIME = "no compute left to hide its copies"
 DECIDED_LATER = "each call decides, by the plan of its step"
 
-Event = tuple[int, str, int]  # the gap, what happens ("start", "wait", "reload", "use"), the item's number
+CopyEvent = tuple[int, str, int]  # the gap, what happens ("start", "wait", "reload", "use"), the item's number
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Schedule:
     """Placements of all items, in their order."""
 
     placements: tuple[Placement, ...]
-    forward: tuple[Event, ...]  # in order; a wait in a gap before a start makes room for it
-    backward: tuple[Event, ...]
+    forward: tuple[CopyEvent, ...]  # in order; a wait in a gap before a start makes room for it
+    backward: tuple[CopyEvent, ...]
     stall_ms: float  # how much longer the step gets, as predicted
     full_stall_ms: float  # how much longer it would get if only the items stayed that come back too soon
     forward_ms: float  # the compute without copies
@@ -180,8 +180,8 @@ class _Found:
     """A trial: placements by item, and the events of both graphs."""
 
     of: dict[int, Placement] = field(default_factory=dict)
-    forward: list[Event] = field(default_factory=list)
-    backward: list[Event] = field(default_factory=list)
+    forward: list[CopyEvent] = field(default_factory=list)
+    backward: list[CopyEvent] = field(default_factory=list)
 
     @property
     def stall_ms(self) -> float:

@@ -7,16 +7,16 @@ import random
 
 import pytest
 
-from aot_hooks.planning.moments import Event, between, latest, moments_of, shares
-from aot_hooks.planning.step import Bytes, Moment
+from aot_hooks.steps.memory import Bytes, Moment
+from aot_hooks.steps.moments import Instant, between, latest, moments_of, shares
 
 
-def trace_of(graphs: str) -> list[Event]:
+def trace_of(graphs: str) -> list[Instant]:
     """Forwards of `graphs` in order, then their backwards; each leaves 10 bytes of gradients."""
     held = [{g: graphs[:i].count(g) for g in graphs[:i]} for i in range(len(graphs))]
-    events = [Event("forward", g, h) for g, h in zip(graphs, held, strict=True)]
+    events = [Instant("forward", g, h) for g, h in zip(graphs, held, strict=True)]
     left = itertools.count(0, 10)
-    return events + [Event("backward", g, h, next(left)) for g, h in reversed([*zip(graphs, held, strict=True)])]
+    return events + [Instant("backward", g, h, next(left)) for g, h in reversed([*zip(graphs, held, strict=True)])]
 
 
 def test_moments_of_equal_calls_are_those_with_all_others_and_with_all_gradients():
@@ -73,14 +73,14 @@ def test_shares_fit_together(peak):
 def test_beside_calls_that_hold_less_only_the_others_count():
     """Three calls of A, the first of which holds 5 bytes by another plan, and one of B between them."""
     trace = [
-        Event("forward", "A", {}),
-        Event("forward", "A", {"A": 1}),
-        Event("forward", "B", {"A": 2}),
-        Event("forward", "A", {"A": 2, "B": 1}),
-        Event("backward", "A", {"A": 2, "B": 1}),
-        Event("backward", "B", {"A": 2}),
-        Event("backward", "A", {"A": 1}, 100),
-        Event("backward", "A", {}, 1000),
+        Instant("forward", "A", {}),
+        Instant("forward", "A", {"A": 1}),
+        Instant("forward", "B", {"A": 2}),
+        Instant("forward", "A", {"A": 2, "B": 1}),
+        Instant("backward", "A", {"A": 2, "B": 1}),
+        Instant("backward", "B", {"A": 2}),
+        Instant("backward", "A", {"A": 1}, 100),
+        Instant("backward", "A", {}, 1000),
     ]
     found = moments_of("A", [trace], lambda _: Bytes(7, 3, 9), (1, 5))
     # the last backward, beside 1000 bytes, is one of the call that holds less

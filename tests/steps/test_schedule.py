@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aot_hooks.offloading.schedule import NO_TIME, TOO_SOON, Event, Item, Limits, Schedule, schedule
+from aot_hooks.steps.schedule import NO_TIME, TOO_SOON, CopyEvent, Item, Limits, Schedule, schedule
 
 pytestmark = pytest.mark.core
 MB = 10**6
@@ -49,7 +49,7 @@ def simulate(items: list[Item], found: Schedule, forward: list[float], backward:
     return stall
 
 
-def most_under_way(items: list[Item], events: tuple[Event, ...]) -> int:
+def most_under_way(items: list[Item], events: tuple[CopyEvent, ...]) -> int:
     change = {"start": 1, "reload": 1, "wait": -1, "use": -1}
     return max(accumulate(change[what] * items[i].nbytes for _, what, i in events), default=0)
 

@@ -4,29 +4,45 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from aot_hooks.offloading import step_plan, steps
-from aot_hooks.offloading.step_plan import Event, StepPlan, Terms, graph_count, plan_step
+from aot_hooks.steps import follow
+from aot_hooks.steps import plan as plans
+from aot_hooks.steps.plan import Sends, StepPlan, Terms, graph_count, plan_step
+from aot_hooks.steps.recorder import Event, Phase, Trace
 
 TERMS = Terms(1 << 30, 0.0, 0.0, 0.0)
 
 
-def layers(count: int, nbytes: int) -> list[Event]:
-    return [*[("start", (nbytes,), TERMS)] * count, *(("reload", (n,)) for n in reversed(range(count)))]
+def trace_of(sizes: Sequence[Sequence[int]], backward: Sequence[int], terms: Terms = TERMS) -> Trace:
+    """A forward of one call for each of `sizes`, and then a backward of the calls in `backward`."""
+    calls = tuple(Sends(tuple(each), terms) for each in sizes)
+    events = [Event(Phase.FORWARD, n) for n in range(len(calls))] + [Event(Phase.BACKWARD, n) for n in backward]
+    return Trace(calls, tuple(events))
 
 
-def traced(trace: list[Event], plan: StepPlan) -> list[str]:
+def in_reverse(sizes: Sequence[Sequence[int]], terms: Terms = TERMS) -> Trace:
+    return trace_of(sizes, [*reversed(range(len(sizes)))], terms)
+
+
+def layers(count: int, nbytes: int, terms: Terms = TERMS) -> Trace:
+    return in_reverse([(nbytes,)] * count, terms)
+
+
+def traced(trace: Trace, plan: StepPlan) -> list[str]:
     """The trace with what the plan does, in order: "send 0 | join 0 | fetch 0"."""
-    found, started = [], 0
-    for i, event in enumerate(trace):
-        found += [f"{what} {n}" for what, n in plan.actions.get(i, ())]
-        if event[0] == "start":
-            found += [f"send {n}" for n in range(started, started + len(event[1])) if plan.sends[n]]
-            started += len(event[1])
+    items: list[range] = []
+    found: list[str] = []
+    for i, event in enumerate(trace.events):
+        found += [f"{what.value} {n}" for what, n in plan.actions.get(i, ())]
+        if event.phase is Phase.FORWARD:
+            first = items[-1].stop if items else 0
+            items.append(range(first, first + len(trace.calls[event.call].nbytes)))
+            found += [f"send {n}" for n in items[-1] if plan.sends[n]]
         else:
-            found += [f"use {n}" for n in event[1]]
+            found += [f"use {n}" for n in items[event.call]]
     return found
 
 
@@ -44,7 +60,7 @@ def test_the_first_layers_are_sent_and_fetched_during_other_layers() -> None:
 def test_without_time_nothing_is_sent_unless_a_stall_is_allowed() -> None:
     trace, at_ms = layers(4, 1000), [0.001 * i for i in range(8)]
     assert plan_step(trace, at_ms, 1e6, 1e6).sent_bytes == 0
-    free = [(e[0], e[1], Terms(1 << 30, math.inf, 0.0, 0.0)) if e[0] == "start" else e for e in trace]
+    free = layers(4, 1000, Terms(1 << 30, math.inf, 0.0, 0.0))
     assert (
         plan_step(free, [2.0 * i for i in range(8)], 3e5, 3e5).sent_bytes
         > plan_step(trace, [2.0 * i for i in range(8)], 3e5, 3e5).sent_bytes
@@ -53,11 +69,8 @@ def test_without_time_nothing_is_sent_unless_a_stall_is_allowed() -> None:
 
 def test_few_large_tensors_are_sent_rather_than_many_small_ones() -> None:
     def planned(sizes: list[int]) -> tuple[bool, ...]:
-        trace = [
-            *(("start", (size,), TERMS) for size in sizes),
-            *(("reload", (n,)) for n in reversed(range(len(sizes)))),
-        ]
-        return plan_step(trace, [2.0 * i for i in range(len(trace))], 1e6, 1e6).sends
+        trace = in_reverse([(size,) for size in sizes])
+        return plan_step(trace, [2.0 * i for i in range(len(trace.events))], 1e6, 1e6).sends
 
     assert planned([1000, 10] * 8) == (True, False) * 8
     assert sum(planned([1000] * 4 + [100] * 40)) > 30, "as many bytes as the large ones have: worth their copies"
@@ -70,10 +83,7 @@ def test_small_tensors_are_sent_where_they_would_be_held_at_the_peak() -> None:
     at_ms = [0.5 * i for i in range(count)] + [0.5 * count + 2.0 * i for i in range(count)]
 
     def planned(sizes: tuple[int, ...]) -> StepPlan:
-        each = len(sizes)
-        trace: list[Event] = [("start", sizes, TERMS)] * count
-        trace += [("reload", tuple(range(i * each, (i + 1) * each))) for i in reversed(range(count))]
-        return plan_step(trace, at_ms, 1e6, 1e6)
+        return plan_step(in_reverse([sizes] * count), at_ms, 1e6, 1e6)
 
     plan, only_large = planned(sizes), planned(sizes[:1])
     assert only_large.sent_bytes > 0.95 * plan.sent_bytes
@@ -83,12 +93,11 @@ def test_small_tensors_are_sent_where_they_would_be_held_at_the_peak() -> None:
 
 def test_small_tensors_that_are_more_than_two_percent_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """If they may be more, more is sent in all, but each layer keeps its small tensor to the end."""
-    trace: list[Event] = [("start", (1000, 60), TERMS)] * 14
-    trace += [("reload", (2 * i, 2 * i + 1)) for i in reversed(range(14))]
+    trace = in_reverse([(1000, 60)] * 14)
     at_ms = [1.0 * i for i in range(14)] + [14 + 2.0 * i for i in range(14)]
     plan = plan_step(trace, at_ms, 1e6, 1e6)
     assert (plan.sent_bytes, plan.held_bytes) == (12780, (3180, 2120))
-    monkeypatch.setattr(step_plan, "_SMALL", 0.2)
+    monkeypatch.setattr(plans, "_SMALL", 0.2)
     larger = plan_step(trace, at_ms, 1e6, 1e6)
     assert (larger.sent_bytes, larger.held_bytes) == (13000, (3840, 2840))
 
@@ -97,14 +106,11 @@ def test_early_layers_are_sent_whole_for_the_peak_may_be_in_the_middle_of_the_ba
     """Gradients and gathered parameters come to what is held from the second layer on, which a plan does not know."""
     parts = ((8, 16, 64, 32, 1), (64, 112, 112))  # MiB, as a Llama layer saves them
     count, each = 16, sum(map(len, parts))
-    trace: list[Event] = [("start", tuple(mib << 20 for mib in part), TERMS) for _ in range(count) for part in parts]
-    for layer in reversed(range(count)):
-        first = each * layer
-        trace += [("reload", tuple(range(first + 5, first + 8))), ("reload", tuple(range(first, first + 5)))]
+    trace = in_reverse([tuple(mib << 20 for mib in part) for _ in range(count) for part in parts])
     at_ms = [3.6 * i for i in range(2 * count)] + [115 + 7.3 * i for i in range(2 * count)]
     plan = plan_step(trace, at_ms, 50e9, 50e9)
     assert plan.sent_bytes < 0.9 * plan.nbytes
-    sizes = [nbytes for event in trace[: 2 * count] for nbytes in event[1]]
+    sizes = [nbytes for call in trace.calls for nbytes in call.nbytes]
     stay = [nbytes for nbytes, sends in zip(sizes[: each * 8], plan.sends, strict=False) if not sends]
     assert sum(stay) <= 0.02 * plan.sent_bytes
 
@@ -121,21 +127,20 @@ def test_what_stays_as_small_adds_no_more_than_its_own_bytes(seed: int, monkeypa
     kinds = [[sizes() for _ in range(rng.randint(1, 3))] for _ in range(rng.randint(1, 2))]
     stall_ms, in_flight = rng.choice([0, 0, 3, 8]), rng.choice([1 << 28, 1 << 30, 1 << 31])
     terms, now = Terms(in_flight, float(stall_ms), 0.0, 0.0), 0.0
-    trace: list[Event] = []
+    parts: list[tuple[int, ...]] = []
     at_ms: list[float] = []
     for layer in range(layer_count):
         for part in kinds[layer % len(kinds)]:
-            trace.append(("start", part, terms))
+            parts.append(part)
             at_ms.append(now := now + rng.uniform(0.5, 6))
-    end = sum(len(part) for _, part, _ in trace)
-    for _, part, _ in reversed(trace[:]):
-        trace.append(("reload", tuple(range(end - len(part), end))))
+    for _ in parts:
         at_ms.append(now)
-        end, now = end - len(part), now + rng.uniform(1, 10)
+        now += rng.uniform(1, 10)
+    trace = in_reverse(parts, terms)
     speed = rng.uniform(20e9, 60e9)
     plan = plan_step(trace, at_ms, speed, speed)
-    small = step_plan._SMALL
-    monkeypatch.setattr(step_plan, "_SMALL", 0.0)
+    small = plans._SMALL
+    monkeypatch.setattr(plans, "_SMALL", 0.0)
     whole = plan_step(trace, at_ms, speed, speed)
     assert all(a <= b + small * whole.sent_bytes for a, b in zip(plan.held_bytes, whole.held_bytes, strict=True))
 
@@ -164,7 +169,7 @@ class SharedLink:
     ) -> None:
         self.copy_ms, self.shares, self.planned_bytes = copy_ms, list[float](), list[int]()
         self.now, self.stall_ms, self.terms, self.behind_ms, self.marks = 0.0, stall_ms, terms, behind_ms, 0
-        self.steps = steps.Steps(self.mark, self.times, self.plan, adapts)
+        self.steps = follow.Follower(self.mark, self.times, self.plan, adapts)
 
     def mark(self) -> float:
         self.marks += 1
@@ -175,13 +180,13 @@ class SharedLink:
             return None  # the device has not reached it
         return [[mark - run[0] for mark in run] for run in runs]
 
-    def plan(self, trace: tuple[Event, ...], at_ms: list[float], share: float) -> StepPlan:
+    def plan(self, trace: Trace, at_ms: list[float], share: float) -> StepPlan:
         self.shares.append(share)
-        self.planned_bytes.append(trace[0][1][0])
+        self.planned_bytes.append(trace.calls[0].nbytes[0])
         return plan_step(trace, at_ms, 1e6 * share, 1e6 * share)
 
     def is_planned(self) -> bool:
-        return getattr(self.steps._followed, "plan", None) is not None
+        return self.steps.run.plan is not None
 
     def wait(self) -> None:
         self.now += 0 if self.is_planned() else 5
@@ -189,22 +194,22 @@ class SharedLink:
 
     def run(self, more_ms: float = 0.0, nbytes: int = 1000) -> int:
         """A step in which each tensor takes `more_ms` more, sent or not; returns how many it sends."""
-        entries = []
+        items = []
         for _ in range(6):
-            (entry,), _ = self.steps.start([nbytes], self.terms)
+            (item,), _ = self.steps.start([nbytes], self.terms)
             self.wait()
-            if entry.timed and entry.sends and self.copy_ms is not None:
-                self.steps.copied(entry, nbytes, self.now, self.now + self.copy_ms * nbytes / 1000)
-            entries.append(entry)
+            if item.timed and item.sends and self.copy_ms is not None:
+                self.steps.copied(item, nbytes, self.now, self.now + self.copy_ms * nbytes / 1000)
+            items.append(item)
             self.now += 2 + more_ms
-        sent = sum(entry.sends for entry in entries)
+        sent = sum(item.sends for item in items)
         if self.is_planned():
             self.now += self.stall_ms * max(0, sent - 2)
-        for entry in reversed(entries):
-            self.steps.reload([entry])
+        for item in reversed(items):
+            self.steps.reload([item])
             self.wait()
             self.now += 2
-            self.steps.drop(entry)
+            self.steps.drop([item])
         return sent
 
 
@@ -306,12 +311,12 @@ def test_steps_that_break_off_do_not_push_out_the_plan() -> None:
     assert [link.run() for _ in range(5)][-1] == 5
     for _ in range(40):
         for _ in range(6):
-            (entry,), _ = link.steps.start([1000], link.terms)
+            (item,), _ = link.steps.start([1000], link.terms)
             link.now += 2
-        link.steps.reload([entry])
-        for gone in link.steps._entries:
-            link.steps.drop(gone)
-    assert link.run() == 5 and len(link.steps._known) == 2
+        link.steps.reload([item])
+        for gone in link.steps.run.items:
+            link.steps.drop([gone])
+    assert link.run() == 5 and len(link.steps.known) == 2
 
 
 SYMBOLIC = TERMS._replace(is_symbolic=True)
@@ -348,18 +353,18 @@ def test_few_plans_are_made_for_sizes_that_hardly_come_again() -> None:
     sent = []
     for _ in range(1200):
         sizes = [int(2 ** generator.uniform(7, 12)) for _ in range(2)]
-        entries = []
+        items = []
         for i in range(6):
-            entries += link.steps.start([sizes[i // 3]], SYMBOLIC)[0]
+            items += link.steps.start([sizes[i // 3]], SYMBOLIC)[0]
             link.wait()
             link.now += 5
-        sent.append(sum(entry.sends for entry in entries))
-        for entry in reversed(entries):
-            link.steps.reload([entry])
+        sent.append(sum(item.sends for item in items))
+        for item in reversed(items):
+            link.steps.reload([item])
             link.wait()
             link.now += 5
-            link.steps.drop(entry)
-    assert len(link.planned_bytes) <= 2 * steps._MOST_PLANNED and len(link.steps._known) <= steps._MOST_TRACES
+            link.steps.drop([item])
+    assert len(link.planned_bytes) <= 2 * follow._MOST_PLANNED and len(link.steps.known) <= follow._MOST_TRACES
     last = sent[-400:]
     assert sum(n > 0 for n in last) > 0.8 * len(last), last
 
@@ -371,16 +376,29 @@ def test_static_sizes_have_a_plan_each() -> None:
 
 
 def test_what_starts_after_the_first_reload_or_has_no_backward_stays() -> None:
-    begin: list[Event] = [("start", (8, 0), TERMS), ("start", (8,), TERMS), ("start", (8,), TERMS)]
-    trace = [*begin, ("reload", (2,)), ("start", (8,), TERMS), ("reload", (4,)), ("reload", (0, 1))]
-    plan = plan_step(trace, [10.0 * i for i in range(len(trace))], 1e9, 1e9)
+    calls = tuple(Sends(nbytes, TERMS) for nbytes in ((8, 0), (8,), (8,), (8,)))
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    events = [Event(forward, 0), Event(forward, 1), Event(forward, 2), Event(backward, 1), Event(forward, 3)]
+    trace = Trace(calls, (*events, Event(backward, 3), Event(backward, 0)))
+    plan = plan_step(trace, [10.0 * i for i in range(len(trace.events))], 1e9, 1e9)
     # 1 has no bytes, 2 is needed at once, 3 never, 4 is of the backward
     assert plan.sends == (True, False, False, False, False)
 
 
 def test_graphs_are_counted_by_their_last_operators() -> None:
     first = Terms(1 << 30, 0.0, 0.0, 0.0, ends_graph=False)
-    one: list[Event] = [("start", (8, 8), first), ("start", (8,), TERMS)]
-    assert graph_count([*one, ("reload", (0, 1))]) == 1
+    assert graph_count(Trace((Sends((8, 8), first), Sends((8,), TERMS)), ())) == 1
     assert graph_count(layers(5, 8)) == 5
-    assert graph_count([]) == 0
+    assert graph_count(Trace((), ())) == 0
+
+
+def test_a_plan_says_when_each_event_runs_and_what_is_alive() -> None:
+    trace, at_ms = layers(6, 1000), [2.0 * i for i in range(12)]
+    plan = plan_step(trace, at_ms, 1e6, 1e6)
+    assert plan.at_ms == tuple(at_ms), "its copies are hidden"
+    assert max(plan.live_bytes[:6]) == plan.held_bytes[0] and max(plan.live_bytes[6:]) == plan.held_bytes[1]
+    slow = layers(6, 1000, Terms(1 << 30, 3.0, 0.0, 0.0))
+    stalled = plan_step(slow, at_ms, 4e5, 4e5)
+    late = [took - plain for took, plain in zip(stalled.at_ms, at_ms, strict=True)]
+    assert late == sorted(late) and 0 < late[-1] <= 3.0
+    assert stalled.sent_bytes > plan_step(trace, at_ms, 4e5, 4e5).sent_bytes

@@ -4,21 +4,23 @@
                                   its last backward beside one of A, and gradients of the first one
                                   for A: its backward beside all gradients; B, running beside what A holds
 
-Pure functions of a trace: what ran, and who held saved tensors meanwhile.
+Pure functions of instants: what runs, and which calls hold saved tensors meanwhile.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .step import Bytes, Moment
+from .memory import Bytes, Moment
+from .recorder import Phase, Trace
 
 
 @dataclass(frozen=True)
-class Event:
-    """A forward, or the end of a backward, in a step.
+class Instant:
+    """An event of a step, with what is alive meanwhile.
 
     Attributes:
         phase: "forward" or "backward".
@@ -40,8 +42,40 @@ class Event:
         return int(getattr(of(self.runs), self.phase)) + held + self.gradient_bytes + self.gathered_bytes
 
 
+def instants_of(
+    trace: Trace, key: Callable[[Any], Any], gradient_bytes: Sequence[int] = (), gathered_bytes: int = 0
+) -> list[Instant]:
+    """The instants of a trace, with a `key` for what runs in a call.
+
+    Args:
+        gradient_bytes: those that earlier backwards left, at each event; (): none.
+        gathered_bytes: of the parameters that are gathered.
+    """
+    keys = [key(what) for what in trace.calls]
+    instants: list[Instant] = []
+    holding: Counter[Any] = Counter()
+    dropped = sorted(trace.dropped, key=lambda drop: drop[1], reverse=True)  # the next one is the last
+    held: set[int] = set()
+
+    def release(call: int) -> None:
+        if call in held:
+            held.remove(call)
+            holding[keys[call]] -= 1
+
+    for i, event in enumerate(trace.events):
+        while dropped and dropped[-1][1] <= i:
+            release(dropped.pop()[0])
+        release(event.call)
+        gradients = gradient_bytes[i] if gradient_bytes else 0
+        instants.append(Instant(event.phase.value, keys[event.call], +holding, gradients, gathered_bytes))
+        if event.phase is Phase.FORWARD:
+            held.add(event.call)
+            holding[keys[event.call]] += 1
+    return instants
+
+
 def moments_of(
-    graph: Any, traces: Iterable[Sequence[Event]], of: Callable[[Any], Bytes], tight: tuple[int, int] = (0, 0)
+    graph: Any, traces: Iterable[Sequence[Instant]], of: Callable[[Any], Bytes], tight: tuple[int, int] = (0, 0)
 ) -> tuple[Moment, ...]:
     """What is alive beside a call of `graph`, at worst, if calls of other graphs have the bytes that `of` returns.
 
@@ -49,27 +83,27 @@ def moments_of(
     """
     found = set()
     count, nbytes = tight
-    for event in (event for trace in traces for event in trace):
-        calls, ours = event.holding.get(graph, 0), event.runs == graph
+    for instant in (instant for trace in traces for instant in trace):
+        calls, ours = instant.holding.get(graph, 0), instant.runs == graph
         if calls >= count if ours else calls:
-            beside = event.nbytes(lambda g: Bytes(0, 0, 0) if g == graph else of(g)) + min(calls, count) * nbytes
-            found.add(Moment(event.phase if ours else "", max(0, calls - count), beside))
+            beside = instant.nbytes(lambda g: Bytes(0, 0, 0) if g == graph else of(g)) + min(calls, count) * nbytes
+            found.add(Moment(instant.phase if ours else "", max(0, calls - count), beside))
     return tuple(m for phase in ("forward", "backward", "") for m in _worst([f for f in found if f.phase == phase]))
 
 
-def latest(traces: Sequence[Sequence[Event]], count: int) -> list[Sequence[Event]]:
+def latest(traces: Sequence[Sequence[Instant]], count: int) -> list[Sequence[Instant]]:
     """The last `count` of `traces`. For each graph that runs in none of these, also the last trace that it runs in."""
-    kept: list[Sequence[Event]] = []
+    kept: list[Sequence[Instant]] = []
     seen: set[Any] = set()
     for trace in reversed(traces):
-        runs = {event.runs for event in trace}
+        runs = {instant.runs for instant in trace}
         if len(kept) < count or not runs <= seen:
             kept.append(trace)
             seen |= runs
     return kept[::-1]
 
 
-def tight_peak(graph: Any, trace: Sequence[Event], of: Callable[[Any], Bytes], count: int, nbytes: Bytes) -> int:
+def tight_peak(graph: Any, trace: Sequence[Instant], of: Callable[[Any], Bytes], count: int, nbytes: Bytes) -> int:
     """The most that is alive while one of the first `count` calls of `graph` runs, which have `nbytes` each."""
     found = [e for e in trace if e.runs == graph and e.holding.get(graph, 0) < count]
     return max((e.nbytes(lambda g: nbytes if g == graph else of(g)) for e in found), default=0)
@@ -90,11 +124,11 @@ def _above(a: Moment, b: Moment, c: Moment) -> bool:
     return (a.nbytes - b.nbytes) * (c.calls - a.calls) < (a.nbytes - c.nbytes) * (b.calls - a.calls)
 
 
-def shares(trace: Sequence[Event], least: Mapping[Any, Bytes], most: Mapping[Any, Bytes], peak: int) -> float:
+def shares(trace: Sequence[Instant], least: Mapping[Any, Bytes], most: Mapping[Any, Bytes], peak: int) -> float:
     """The largest s up to 1 for which all graphs fit with `least + s * (most - least)`; below 0 if there is none."""
     share = 1.0
-    for event in trace:
-        low, high = event.nbytes(least.__getitem__), event.nbytes(most.__getitem__)
+    for instant in trace:
+        low, high = instant.nbytes(least.__getitem__), instant.nbytes(most.__getitem__)
         if max(low, high) > peak:
             share = min(share, (peak - low) / (high - low) if high > low else -1.0)
     return share

@@ -1,0 +1,59 @@
+"""What parameters have on the device beside the calls of a step: gradients, and memory that is gathered for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .recorder import Phase, Step
+
+# How often the bytes of a call's gathered parameters count: FSDP2 keeps the buffer that it has gathered into until it
+# gathers the next.
+_GATHERED = 2
+
+
+def gradient_bytes(step: Step) -> list[int]:
+    """The bytes of gradients that earlier backwards left, at each event. They are those that parameters have now."""
+    found: list[int] = []
+    known: dict[int, int] = {}
+    for event in step.events:
+        found.append(sum(known.values()))
+        if event.phase is Phase.BACKWARD:
+            parameters = [p for ref in step.calls[event.call].parameters if (p := ref()) is not None]
+            known |= {id(p): p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None}
+    return found
+
+
+def gathered_bytes(step: Step) -> tuple[int, int]:
+    """The bytes of parameters that have memory for a part of the step only, as with FSDP2: of the largest call, and of
+    the first. With the buffer beside them.
+
+    Those of the first call always count: when it begins again, they were gathered again or never freed.
+    """
+    noted = [[p for ref in call.parameters if (p := ref()) is not None] for call in step.calls]
+    freed = [any(_is_freed(part) for p in parameters for part in _plain(p)) for parameters in noted]
+    if not any(freed):
+        return 0, 0
+    gathered = [_GATHERED * sum(map(_parameter_bytes, parameters)) for parameters in noted]
+    return max(n for i, n in enumerate(gathered) if freed[i] or not i), gathered[0]
+
+
+def _plain(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`x`, or the plain tensors inside of a wrapper subclass, such as the local tensor of a DTensor."""
+    if not hasattr(x, "__tensor_flatten__"):
+        yield x
+        return
+    for part in (getattr(x, name) for name in x.__tensor_flatten__()[0]):
+        if isinstance(part, torch.Tensor):  # from torch 2.13 on, parts of a DTensor are its mesh, too
+            yield from _plain(part)
+
+
+def _is_freed(x: torch.Tensor) -> bool:
+    """Whether the storage of `x`, a plain tensor, was resized to 0 bytes."""
+    return x.layout is torch.strided and x.numel() > 0 and x.untyped_storage().nbytes() == 0
+
+
+def _parameter_bytes(x: torch.Tensor) -> int:
+    parts = _plain(x) if isinstance(x, torch.nn.Parameter) else ()
+    return sum(part.numel() * part.element_size() for part in parts)
