@@ -52,12 +52,10 @@ from .passes.partition import parameters_of, partitioned, state_of
 from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
 from .passes.rewrite import rewrite
 from .passes.units import Trace
-from .planning import many, measured
+from .planning import planner as planning
 from .planning.budget import Budget, fitted
 from .planning.kernels import split_and_hold
-from .planning.sizes import NO_SIZES, Sizes, guarded
-from .planning.versions import Version
-from .planning.within import partition_within
+from .planning.planner import Planner, is_budget
 from .settings import recompiles
 from .settings.names import carry_names, name_given
 from .settings.setting import SCOPE, Setting
@@ -99,8 +97,7 @@ def reset() -> None:
     region.forget()
     lookup.forget()
     first_step.forget()
-    measured.forget()
-    many.forget()
+    planning.forget()
     unused.forget()
 
 
@@ -235,23 +232,13 @@ def _compile_graph(
         _guard_hooks_of_others()
     limit = check_limit(options.check) if hooks.settings else None
     left = NOTHING if limit is None else first_step.unpacked(dynamo.code_being_compiled(), asked.settings)
-    in_steps: many.Graph | None = None
-    given: Any = None
-    rule: Any = None
-    sizes = NO_SIZES
-    if (setting := hooks.setting) is not None:
-        given = rule = measured.tightened(setting.rule, wrapper)
-        if isinstance(rule, Budget):
-            sizes = Sizes.of(gm)
-            if (in_steps := many.graph_of(rule, gm, inputs, sizes.hints())) is not None:
-                rule = in_steps.rule(rule, sizes.hints())
-        if isinstance(rule, Budget) and options.inner == "inductor":
-            patches = inductor.IN_PLANNED_ORDER | patches
-        if rule != setting.rule:
-            hooks = dataclasses.replace(hooks, setting=Setting(rule, setting.scope))
+    planner = Planner(hooks.setting, gm, inputs, wrapper)
+    hooks = dataclasses.replace(hooks, setting=planner.setting())
+    if planner.plans and options.inner == "inductor":
+        patches = inductor.IN_PLANNED_ORDER | patches
     capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
     listed = records.recording_graphs()
-    again = aot.recomputing_pointwise(options.recompute_pointwise and not isinstance(rule, Budget))
+    again = aot.recomputing_pointwise(options.recompute_pointwise and not planner.plans)
     if not hooks.settings and listed is None:
         compilation = cudagraphs.compilation(capture) if capture is not None else None
         with again:
@@ -261,13 +248,13 @@ def _compile_graph(
     paths, live = roots(), listed is not None
     at_run_time = capture is None and not inductor.copies_are_static(patches)
 
-    def compiled_with(gm: GraphModule, hooks: _InForce, graph: records.Graph, *, repeats: bool = False) -> _Compiled:
+    def compiled_with(gm: GraphModule, hooks: _InForce, plans: list[Plan], *, repeats: bool = False) -> _Compiled:
         """`repeats`: it runs without hooks, beside the graph with hooks, and its backward may run several times."""
         compilation = cudagraphs.compilation(capture) if capture is not None and not repeats else None
         donated: list[bool] = []
         run: dict[str, Any] = {"inputs": inputs, "live": live, "at_run_time": at_run_time}
         unpacked = NOTHING if repeats else left
-        partition = planning_partition(hooks, options, graph.plans, paths, donated, unpacked=unpacked, **run)
+        partition = planning_partition(hooks, options, plans, paths, donated, unpacked=unpacked, **run)
 
         def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
             def before_each_graph() -> None:
@@ -281,36 +268,29 @@ def _compile_graph(
 
         if why := _why_not_stored(options, compilation, reported=live):
             return bypassed(why, compile_graph)
-        in_key: dict[str, Any] = {"mode": mode, "inductor": patches, "inner": options.inner}
-        if isinstance(rule, Budget):  # a plan is for the sizes that it was made at
-            in_key["sizes"] = [*sizes.hints().values()]
+        in_key = {"mode": mode, "inductor": patches, "inner": options.inner, **planner.key()}
         if compilation is not None:
             in_key["cudagraphs"] = compilation.key(gm)
         if repeats or unpacked != NOTHING:
             in_key["check"] = "without hooks" if repeats else unpacked
         # fmt: off
         return through_cache(
-            gm, inputs, hooks.setting, hooks.regions, options=in_key, roots=paths, plans=graph.plans,
+            gm, inputs, hooks.setting, hooks.regions, options=in_key, roots=paths, plans=plans,
             compile_graph=compile_graph, refused=lambda: compilation.refused if compilation is not None else "",
         )
         # fmt: on
 
-    graph, tight_graph = records.Graph(), records.Graph()
+    def compiled_to(gm: GraphModule, setting: Setting | None, plans: list[Plan]) -> _Compiled:
+        return compiled_with(gm, dataclasses.replace(hooks, setting=setting), plans)
+
+    graph = records.Graph()
     with again, autograd.covered_hooks(), recording() as seen:
-        twin = aot.twin(gm) if isinstance(rule, Budget) and rule.apart is not None else None
         checked = None if limit is None else _Without(gm)
-        compiled, tight_run = compiled_with(gm, hooks, graph), None
-        if twin is not None and in_steps is not None and setting is not None:
-            if (tight := in_steps.tight_rule(given, graph.plans)) is not None:
-                tight_hooks = dataclasses.replace(hooks, setting=Setting(tight, setting.scope))
-                with aot.isolated_compilation():
-                    tight_run = compiled_with(twin, tight_hooks, tight_graph)
+        compiled = planner.compile(gm, graph.plans, compiled_to)
         if checked is not None:
-            checked.compile(compiled_with, [*graph.plans, *tight_graph.plans])
+            checked.compile(compiled_with, [*graph.plans, *planner.tight_plans])
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
-    version = None if in_steps is None else in_steps.compiled(graph.plans, known, tight_graph.plans, sizes.hints())
-    if version is not None and tight_run is not None:
-        compiled = many.by_call(compiled, tight_run, version)
+    compiled = planner.by_call(compiled, graph.plans, known)
     if checked is not None and limit is not None:
         compiled = checked.beside(compiled, limit, asked.settings, known, left)
     if known is not None:
@@ -318,7 +298,7 @@ def _compile_graph(
     if listed is not None:
         listed.append(graph)
     checkpoints = any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in nodes_of(gm))
-    return _wrapped(compiled, graph, hooks, seen, wrapper, version, sizes, checkpoints=checkpoints, counted=live)
+    return _wrapped(compiled, graph, hooks, seen, wrapper, planner, checkpoints=checkpoints, counted=live)
 
 
 class _Without:
@@ -338,14 +318,15 @@ class _Without:
         if why := first_step.why_not(self.gm):
             return first_step.not_compared(why)
         self.written = aot.written_inputs()
-        graph, keep = records.Graph(), _InForce(Setting(KEEP, SCOPE), None, {}, None)
+        plans_without: list[Plan] = []
+        keep = _InForce(Setting(KEEP, SCOPE), None, {}, None)
         try:
             with aot.second_compilation():
-                run = compiled_with(self.gm, keep, graph, repeats=True)
+                run = compiled_with(self.gm, keep, plans_without, repeats=True)
         except RuntimeError as e:  # the graph with hooks is fine
             return first_step.not_compared(f"it can't be compiled without hooks ({type(e).__name__}: {e})")
-        if graph.plans:
-            self.run, self.plans = run, [*plans, graph.plans[-1]]
+        if plans_without:
+            self.run, self.plans = run, [*plans, plans_without[-1]]
 
     def beside(
         self,
@@ -392,8 +373,7 @@ def _wrapped(
     hooks: _InForce,
     seen: Recording,
     wrapper: Any,
-    version: Version | None,
-    sizes: Sizes,
+    planner: Planner,
     *,
     checkpoints: bool,
     counted: bool,
@@ -410,11 +390,7 @@ def _wrapped(
     if counted:  # counts the runs, for a report
         compiled = graph.counted(compiled)
     compiled = unused.warning_if_unused(compiled, suspects)
-    if isinstance(rule, Budget):  # compares the peaks of the first steps with the budget
-        compiled = measured.checked(compiled, rule, graph.plans, wrapper)
-    if version is not None:  # plans for all calls of a step together, and for larger sizes anew
-        compiled = guarded(compiled, version, graph.plans, sizes)
-        compiled = many.noted(compiled, version)
+    compiled = planner.wrap(compiled, graph.plans)
     if check is not None:  # raises if a user's function has changed since
         compiled = _checked(compiled, check)
     return _with_eager_hooks(compiled) if hooks.pair is None else _without_hooks(compiled, hooks.pair)
@@ -509,8 +485,7 @@ def planning_partition(
         unpacked: saved tensors that stay as they are; a budget rounds none of them.
     """
 
-    rule = None if hooks.setting is None else hooks.setting.rule
-    computes_again = options.recompute_pointwise or isinstance(rule, Budget)
+    computes_again = options.recompute_pointwise or is_budget(hooks.setting)
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         carry_names(joint.graph)
@@ -525,7 +500,7 @@ def planning_partition(
         state = state_of(joint, () if nested else static, inputs) if computes_again else []
         outputs: dict[str, Any] = {"num_fwd_outputs": kwargs["num_fwd_outputs"], "roots": paths}
         parts = outputs | {"static_inputs": static}
-        budgeted = hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and not nested
+        budgeted = is_budget(hooks.setting) and not nested
         first: list[_Stock] = []  # of the first split
 
         def split() -> tuple[GraphModule, GraphModule]:
@@ -559,10 +534,12 @@ def planning_partition(
         if hooks.setting is not None and budgeted:
             own: dict[str, Any] = {"fused": fused, "launched": at_run_time, "unpacked": unpacked}
             with without_collections():
-                fw, bw, plan = partition_within(
+                fw, bw, plan = Planner.partition(
                     joint, split, lambda: (first[0].live, first[0].ms), rewritten, hooks.setting, **own, **parts
                 )
             plans.append(with_casts(with_reasons(plan, unpacked), first[0].casts))
+            if at_run_time and plan.transfers:
+                decide_at_run_time(fw, bw, kwargs["num_fwd_outputs"])
             return finished(fw, bw)
         fw, bw = split()
         plan = with_casts(rewritten(fw, bw, hooks.setting), first[0].casts)

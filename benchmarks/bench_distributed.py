@@ -41,7 +41,7 @@ import aot_hooks
 import cudagraph
 from aot_hooks.planning import apart
 
-GAIN = apart._GAIN
+GAIN = apart.GAIN
 HOOKS = {
     "no hooks": None,
     "float8": aot_hooks.float8(),
@@ -122,7 +122,7 @@ def measured(
         if of not in peaks:
             raise ValueError(f"the row {row!r} needs the row {of!r} before it")
         budget_gib = share * peaks[of]
-    apart._GAIN = math.inf if "alike" in row else GAIN
+    apart.GAIN = math.inf if "alike" in row else GAIN
     torch.manual_seed(0)
     sizes = {"layers": said.layers, "width": said.width, "tokens": said.tokens, "batch": 1}
     stack, x = stack_and_input(device, **sizes)

@@ -19,7 +19,7 @@ from .solver import solve
 from .step import Apart, Step, Value
 from .versions import Version
 
-_GAIN = 0.01  # of the time of all calls: for less they are not planned apart, which takes another compilation
+GAIN = 0.01  # of the time of all calls: for less they are not planned apart, which takes another compilation
 _TRIED, _WAYS = 16, 3  # counts that are solved for, and that are returned at most
 # How much more a planned call holds than the recomputation program predicts, as a share of what it holds without hooks.
 # It adds up over the calls that may hold more than the least.
@@ -38,8 +38,8 @@ def as_data(step: Step) -> Step:
 
 
 def is_faster(ratio: float, than: float) -> bool:
-    """Whether `ratio` is below `than` by more than the share `_GAIN`. Both are times over the time without hooks."""
-    return ratio < (1 - _GAIN) * than
+    """Whether `ratio` is below `than` by more than the share `GAIN`. Both are times over the time without hooks."""
+    return ratio < (1 - GAIN) * than
 
 
 def averaged(loose: Plan, tight: Plan, version: Version, tight_peak: int) -> tuple[Plan, Bytes]:

@@ -33,10 +33,10 @@ from torch.fx import GraphModule
 from triton_code import pretend
 
 import aot_hooks
-from aot_hooks import backend
 from aot_hooks.graphs.roofline import CALL_MS, COPY_MS, LAUNCH_MS, host_ms
 from aot_hooks.graphs.speeds import Rates
 from aot_hooks.planning.budget import ALLOWED
+from aot_hooks.planning.planner import Planner
 from aot_hooks.torch_private.aot import keeps_tangents
 
 H200 = Rates(55e9, 55e9, 3.9e12, 8.2e14, 5.2e13)
@@ -152,7 +152,7 @@ def compiled(
     """The phase of each graph, its code, and the kernels that a plan counts; and the plans."""
     codes: list[tuple[str, str, int]] = []
     counted = 0
-    partition_within, inner = backend.partition_within, compile_fx.compile_fx_inner
+    partition_within, inner = Planner.partition, compile_fx.compile_fx_inner
 
     def partition(joint: GraphModule, *args: Any, **named: Any) -> Any:
         on_cuda(joint)
@@ -169,7 +169,7 @@ def compiled(
 
     compiled = torch.compile(model, backend="aot_hooks", options={"policy": policy, **options})
     with (
-        mock.patch.object(backend, "partition_within", partition),
+        mock.patch.object(Planner, "partition", staticmethod(partition)),
         mock.patch.object(compile_fx, "compile_fx_inner", compile_inner),
         mock.patch.object(GraphLowering, "compile_to_module", keep_code),
         mock.patch("torch._inductor.async_compile.AsyncCompile.use_process_pool", lambda *_: False),

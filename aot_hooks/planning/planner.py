@@ -1,0 +1,118 @@
+"""What the backend asks a budget for, in the order in which it asks.
+
+      setting()     the setting to compile a graph with: its share of the budget, in the step that is known
+      partition()   forward and backward, split and rewritten so that the step stays within that setting's budget
+      compile()     the graph in one version, or in two, if some calls of a step shall hold less than others
+      wrap()        the compiled graph with its calls noted, its first steps measured, and larger sizes planned anew
+
+For a setting that is no budget a planner leaves everything as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from ..passes.plan import Plan
+from ..settings.setting import Setting
+from ..torch_private import aot
+from . import many, measured
+from .budget import Budget
+from .sizes import NO_SIZES, Sizes, guarded
+from .versions import Version
+from .within import partition_within
+
+_Compiled = Callable[..., Any]
+
+
+def forget() -> None:
+    """Forget all steps, and which of them were over their budgets."""
+    measured.forget()
+    many.forget()
+
+
+def is_budget(setting: Setting | None) -> bool:
+    return setting is not None and isinstance(setting.rule, Budget)
+
+
+class Planner:
+    """Plans one graph of Dynamo.
+
+    Args:
+        asked: the setting around the call; None: there is none.
+        gm, inputs: what Dynamo hands a backend.
+        wrapper: what `torch.compile` returned for the function that Dynamo is compiling, None if there is none.
+    """
+
+    partition = staticmethod(partition_within)
+
+    def __init__(self, asked: Setting | None, gm: GraphModule, inputs: Sequence[Any], wrapper: Any) -> None:
+        self.asked, self.wrapper = asked, wrapper
+        self.sizes = NO_SIZES
+        self.tight_plans: list[Plan] = []
+        self._budget: Budget | None = None  # what the plans of a graph that is the whole step are made with
+        self._graph: many.Graph | None = None  # in steps of many calls
+        self._setting = asked
+        self._tight_run: _Compiled | None = None
+        self._version: Version | None = None
+        if asked is not None and isinstance(asked.rule, Budget):
+            self._budget = rule = measured.tightened(asked.rule, wrapper)
+            self.sizes = Sizes.of(gm)
+            self._graph = many.graph_of(rule, gm, inputs, self.sizes.hints())
+            if self._graph is not None:
+                rule = self._graph.rule(rule, self.sizes.hints())
+            self._setting = Setting(rule, asked.scope)
+
+    @property
+    def plans(self) -> bool:
+        """Whether there is a budget."""
+        return self._budget is not None
+
+    def setting(self) -> Setting | None:
+        """The setting to compile the graph with."""
+        return self._setting
+
+    def key(self) -> dict[str, Any]:
+        """What cache keys contain beside the setting: a plan is for the sizes that it was made at."""
+        return {"sizes": [*self.sizes.hints().values()]} if self.plans else {}
+
+    def compile(
+        self, gm: GraphModule, plans: list[Plan], compile_with: Callable[[GraphModule, Any, list[Plan]], _Compiled]
+    ) -> _Compiled:
+        """`gm` as `compile_with` compiles it with `setting()`, which appends its plans to `plans`.
+
+        Calls that shall hold less than others get a second version.
+        """
+        setting: Any = self._setting
+        if self._graph is None or self._budget is None or setting.rule.apart is None:
+            return compile_with(gm, setting, plans)
+        twin = aot.twin(gm)
+        run = compile_with(gm, setting, plans)
+        if (tight := self._graph.tight_rule(self._budget, plans)) is not None:
+            with aot.isolated_compilation():
+                self._tight_run = compile_with(twin, Setting(tight, setting.scope), self.tight_plans)
+        return run
+
+    def by_call(self, run: _Compiled, plans: list[Plan], listed: list[Plan] | None) -> _Compiled:
+        """`run`, or the version that each call of it shall run. Call it once the graph is compiled, to `plans`.
+
+        `listed`: the plans that reports read; those of versions that `plans` replace are taken out.
+        """
+        if self._graph is None:
+            return run
+        self._version = self._graph.compiled(plans, listed, self.tight_plans, self.sizes.hints())
+        if self._version is None or self._tight_run is None:
+            return run
+        return many.by_call(run, self._tight_run, self._version)
+
+    def wrap(self, run: _Compiled, plans: Sequence[Plan]) -> _Compiled:
+        """`run` with what a budget does at run time."""
+        rule = None if self._setting is None or not plans else self._setting.rule
+        if isinstance(rule, Budget):  # compares the peaks of the first steps with the budget
+            run = measured.checked(run, rule, plans, self.wrapper)
+        if self._version is not None:  # plans for all calls of a step together, and for larger sizes anew
+            run = guarded(run, self._version, plans, self.sizes)
+            run = many.noted(run, self._version)
+        return run
