@@ -254,6 +254,7 @@ def _compile_graph(
         donated: list[bool] = []
         run: dict[str, Any] = {"inputs": inputs, "live": live, "at_run_time": at_run_time}
         unpacked = NOTHING if repeats else left
+        run["as_if_lossy"] = repeats and not planner.plans
         partition = planning_partition(hooks, options, plans, paths, donated, unpacked=unpacked, **run)
 
         def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
@@ -471,6 +472,7 @@ def planning_partition(
     live: bool,
     at_run_time: bool = False,
     unpacked: Unpacked = NOTHING,
+    as_if_lossy: bool = False,
 ) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """A partition function for AOTAutograd: torch's min-cut partition, then the rewrite.
 
@@ -483,6 +485,7 @@ def planning_partition(
         live: plans have the bytes alive along both graphs, before and after the rewrite.
         at_run_time: the host runs each kernel, so `offload` decides then what it sends; a budget has decided already.
         unpacked: saved tensors that stay as they are; a budget rounds none of them.
+        as_if_lossy: save what a graph with lossy hooks saves, to compare with it.
     """
 
     computes_again = options.recompute_pointwise or is_budget(hooks.setting)
@@ -527,6 +530,7 @@ def planning_partition(
         def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Trace | None = None) -> Plan:
             settings: dict[str, Any] = {"ambient": setting, "regions": hooks.regions}
             settings["unpacked"] = unpacked if trace is None else NOTHING  # a budget has heeded it
+            settings["as_if_lossy"] = as_if_lossy
             plan = rewrite(fw, bw, for_inductor=fused, trace=trace, at_run_time=at_run_time, **settings, **parts)
             donated[number] = donated[number] and not crosses_twice(fw, kwargs["num_fwd_outputs"])
             return plan

@@ -19,7 +19,7 @@ as it does without autocast.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from ..graphs.saved import SavedTensor, crossing_pairs, row_of
 from ..hook import Hook
 from ..torch_private.values import same_size
 from .answers import in_plans_only
-from .plan import Decision, Plan
+from .plan import Plan, with_rows
 
 CAST_AGAIN = Hook("cast again", in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that the backward casts again from an input. Never run."""
@@ -94,15 +94,8 @@ def cast_again(
 
 def with_casts(plan: Plan, rows: Collection[SavedTensor]) -> Plan:
     """`plan` with the rows that `cast_again` returned: values that are saved without hooks, and not with them."""
-    offset = max((d.saved.storage for d in plan.decisions), default=-1) + 1
-    decisions = []
-    counted: set[int] = set()
-    for row in rows:
-        nbytes = 0 if row.storage in counted else row.nbytes
-        counted.add(row.storage)
-        reason = "a cast of an input that is alive anyway; the backward casts it again"
-        decisions.append(Decision(replace(row, storage=row.storage + offset), CAST_AGAIN, reason, 0, nbytes))
-    return replace(plan, decisions=(*plan.decisions, *decisions))
+    reason = "a cast of an input that is alive anyway; the backward casts it again"
+    return with_rows(plan, rows, CAST_AGAIN, reason)
 
 
 def _copies(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -227,6 +227,18 @@ def with_reasons(plan: Plan, unpacked: Unpacked) -> Plan:
     """`plan`, that of a budget which rounds nothing of `unpacked`, with these reasons beside its own."""
     rows = [(d, unpacked.why(d.saved) if d.saved.dtype.is_floating_point else "") for d in plan.decisions]
     return replace(plan, decisions=tuple(replace(d, reason=f"{d.reason}; {why}") if why else d for d, why in rows))
+
+
+def with_rows(plan: Plan, rows: Iterable[SavedTensor], hook: Hook, reason: str) -> Plan:
+    """`plan` with `rows` of values that are saved without hooks, and not with them: `hook` stands for the way."""
+    offset = max((d.saved.storage for d in plan.decisions), default=-1) + 1
+    decisions = []
+    counted: set[int] = set()
+    for row in rows:
+        nbytes = 0 if row.storage in counted else row.nbytes
+        counted.add(row.storage)
+        decisions.append(Decision(replace(row, storage=row.storage + offset), hook, reason, 0, nbytes))
+    return replace(plan, decisions=(*plan.decisions, *decisions))
 
 
 def repeats_across_regions(graph: torch.fx.Graph) -> bool:

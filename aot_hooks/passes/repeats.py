@@ -48,8 +48,8 @@ def save_what_was_drawn(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, 
             elif value.users and value not in same:  # an item that the forward does not use
                 same[value] = _item(same[value.args[0]], value)  # type: ignore[index]
         cut = _cut([v for v in values if v.users], same, set())
-        _save_instead(fw, bw, num_fwd_outputs, cut, same)
-        _erase_unused(fw, bw, num_fwd_outputs, {*cut, *values, *again})
+        save_instead(fw, bw, num_fwd_outputs, cut, same)
+        erase_unused(fw, bw, num_fwd_outputs, {*cut, *values, *again})
     _check_drawn_once(fw, bw, counts)
 
 
@@ -72,8 +72,8 @@ def save_what_is_computed_from(
         if slot in cut:
             copied.add(sources[slot])
         else:
-            _save_instead(fw, bw, num_fwd_outputs, cut, same)
-            _erase_unused(fw, bw, num_fwd_outputs, set(cut))
+            save_instead(fw, bw, num_fwd_outputs, cut, same)
+            erase_unused(fw, bw, num_fwd_outputs, set(cut))
     return copied
 
 
@@ -142,7 +142,7 @@ def _is_same_size(value: Any, other: Any) -> bool:
     return type(value) is type(other) and torch_values.expression(value) == torch_values.expression(other)
 
 
-def _save_instead(
+def save_instead(
     fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, values: Iterable[Node], same: Mapping[Node, Node]
 ) -> None:
     """Save the forward's twins of `values`, nodes of `bw`, and have the backward read those.
@@ -176,7 +176,7 @@ def _set_outputs(fw: GraphModule, nodes: list[Any], num_fwd_outputs: int) -> Non
         output.meta["desc"] = [*descriptions[:num_fwd_outputs], *own]
 
 
-def _erase_unused(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, ends: Collection[Node]) -> None:
+def erase_unused(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, ends: Collection[Node]) -> None:
     """Erase the nodes `ends` of `bw`, which nothing reads, and what is computed and saved for them alone."""
     pairs = crossing_pairs(fw, bw, num_fwd_outputs)
     used = {slot for _, slot in pairs if slot.users}

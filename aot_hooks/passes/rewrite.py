@@ -7,7 +7,7 @@ A `Choice` is data and is never changed: each pass returns new ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.lifetimes import is_packed_alone, random_masks
 from ..graphs.nodes import input_storages, storage_of
-from ..graphs.saved import SavedValue, boundary, crossing_pairs
+from ..graphs.saved import SavedTensor, SavedValue, boundary, crossing_pairs
 from ..hook import KEEP
 from ..offloading.hook import settings_of
 from ..offloading.placement import Leaf, place
@@ -31,6 +31,7 @@ from .dedup_copies import dedup_copies
 from .edits import log, show
 from .inline import inline, lift_constants
 from .plan import NOTHING, UNCOPIED, Choice, Decision, Plan, Unpacked, decide
+from .results import save_results, with_results
 from .split import split_decisions
 from .units import Packing, Trace, Unit, bytes_of, choose_positions, trace_units, tracer
 from .view_regions import label_views
@@ -49,6 +50,7 @@ def rewrite(
     trace: Trace | None = None,
     at_run_time: bool = False,
     unpacked: Unpacked = NOTHING,
+    as_if_lossy: bool = False,
 ) -> Plan:
     """Put the hooks of `ambient` and `regions` into both graphs, in place.
 
@@ -61,6 +63,7 @@ def rewrite(
         trace: the `tracer` of a budget, which plans positions and bytes; None: a new one, without a budget.
         at_run_time: calls of the graphs decide what `offload(across_graphs=True)` sends.
         unpacked: saved tensors that stay as they are.
+        as_if_lossy: save the values that a lossy hook would get, whatever the settings are.
 
     Raises HookContractError, HookTraceError, PolicyError, UnsupportedGraphError.
     """
@@ -69,11 +72,14 @@ def rewrite(
     if regions:
         label_views(bw.graph)
     settings = [setting for setting in (ambient, *regions.values()) if setting is not None]
-    if any(getattr(setting.rule, "lossy", True) for setting in settings):  # an exact hook needs no parts
+    replaced: tuple[Collection[SavedTensor], Collection[str]] = ((), ())
+    if as_if_lossy or any(getattr(setting.rule, "lossy", True) for setting in settings):  # an exact hook needs no parts
         inputs_too = any(setting.scope != "donated" for setting in settings)
         pairs = crossing_pairs(fw, bw, num_fwd_outputs)
         saved = [(n, slot) for n, slot in pairs if isinstance(n, Node) and (inputs_too or n.op != "placeholder")]
         split_decisions(bw, [slot for _, slot in saved])
+        if trace is None:  # a budget chooses itself what is saved and what is computed again
+            replaced = save_results(fw, bw, num_fwd_outputs, roots)
     cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
     choices = decide(cross, ambient, regions, unpacked, for_inductor=for_inductor)
     cross, choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)
@@ -97,7 +103,7 @@ def rewrite(
         )
         show("forward after", fw)
         show("backward after", bw)
-    plan = _as_plan(choices, units, transfers)
+    plan = with_results(_as_plan(choices, units, transfers), *replaced)
     log.debug("plan: %d saved tensors, %d packed", len(plan.decisions), sum(d.hook is not KEEP for d in plan.decisions))
     return plan
 
