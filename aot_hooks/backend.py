@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ from .passes.casts import cast_again, with_casts
 from .passes.early import compute_early
 from .passes.edits import finished
 from .passes.live_bytes import LivePoint, live_bytes
-from .passes.partition import parameters_of, partitioned, state_of
+from .passes.partition import parameters_among, parameters_of, partitioned, state_of
 from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
 from .passes.rewrite import rewrite
 from .passes.units import Trace
@@ -252,7 +252,7 @@ def _compile_graph(
         """`repeats`: it runs without hooks, beside the graph with hooks, and its backward may run several times."""
         compilation = cudagraphs.compilation(capture) if capture is not None and not repeats else None
         donated: list[bool] = []
-        run: dict[str, Any] = {"inputs": inputs, "live": live, "at_run_time": at_run_time}
+        run: dict[str, Any] = {"parameters": parameters_among(inputs), "live": live, "at_run_time": at_run_time}
         unpacked = NOTHING if repeats else left
         run["as_if_lossy"] = repeats and not planner.plans
         partition = planning_partition(hooks, options, plans, paths, donated, unpacked=unpacked, **run)
@@ -468,7 +468,7 @@ def planning_partition(
     paths: Mapping[str, str],
     donated: list[bool],
     *,
-    inputs: Sequence[Any],
+    parameters: Collection[int],
     live: bool,
     at_run_time: bool = False,
     unpacked: Unpacked = NOTHING,
@@ -481,7 +481,7 @@ def planning_partition(
         paths: modules by Dynamo's names, see `modules.roots`.
         donated: for each graph, nested regions first, whether the backward may reuse the memory of saved tensors when
             there are no hooks.
-        inputs: of Dynamo's graph.
+        parameters: their positions among the inputs of Dynamo's graph.
         live: plans have the bytes alive along both graphs, before and after the rewrite.
         at_run_time: the host runs each kernel, so `offload` decides then what it sends; a budget has decided already.
         unpacked: saved tensors that stay as they are; a budget rounds none of them.
@@ -500,7 +500,7 @@ def planning_partition(
             static = tuple(range(len(joint.graph.find_nodes(op="placeholder"))))
         fused, number = options.inner == "inductor", len(donated)
         # what is computed again reads these in the backward; a nested region does not know which of its inputs they are
-        state = state_of(joint, () if nested else static, inputs) if computes_again else []
+        state = state_of(joint, () if nested else static, parameters) if computes_again else []
         outputs: dict[str, Any] = {"num_fwd_outputs": kwargs["num_fwd_outputs"], "roots": paths}
         parts = outputs | {"static_inputs": static}
         budgeted = is_budget(hooks.setting) and not nested
@@ -521,7 +521,7 @@ def planning_partition(
                 before_ms = step_ms(fw, bw, fused, launched=at_run_time)
             casts: tuple[SavedTensor, ...] = ()
             if packs and not nested:
-                alive = parameters_of(fw, static, inputs)
+                alive = parameters_of(fw, static, parameters)
                 casts = cast_again(fw, bw, parameters=alive, is_wanted=hooks.casts_again, fused=fused, **outputs)
             if not first:
                 first.append(_Stock(live_before, before_ms, casts))
@@ -582,7 +582,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     plans: list[Plan] = []
     at_run_time = not options.cudagraphs and not inductor.copies_are_static(options.inductor or {})
     hooks = _in_force(gm, inputs, options, None)
-    run: dict[str, Any] = {"inputs": inputs, "live": True, "at_run_time": at_run_time}
+    run: dict[str, Any] = {"parameters": parameters_among(inputs), "live": True, "at_run_time": at_run_time}
     partition = planning_partition(hooks, options, plans, roots(), [], **run)
     rule = None if hooks.setting is None else hooks.setting.rule
     again = aot.recomputing_pointwise(options.recompute_pointwise and not isinstance(rule, Budget))

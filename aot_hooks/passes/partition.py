@@ -40,29 +40,38 @@ def partitioned(
     return fw, bw
 
 
-def state_of(joint: GraphModule, static: Collection[int], inputs: Sequence[Any]) -> list[int]:
+def parameters_among(inputs: Sequence[Any]) -> frozenset[int]:
+    """The positions of parameters among the `inputs` of Dynamo's graph.
+
+    A partition function lives as long as the compiled code. So it may hold these, but not the inputs, which are the
+    activations of the first call.
+    """
+    return frozenset(i for i, x in enumerate(inputs) if isinstance(x, torch.nn.Parameter))
+
+
+def state_of(joint: GraphModule, static: Collection[int], parameters: Collection[int]) -> list[int]:
     """The indices of `static`, parameters and buffers among the inputs of `joint`, that are buffers.
 
-    `inputs`: those of Dynamo's graph.
+    `parameters`: positions among the inputs of Dynamo's graph.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
-    return [i for i in static if not _is_parameter(placeholders[i], inputs)]
+    return [i for i in static if not _is_parameter(placeholders[i], parameters)]
 
 
-def parameters_of(fw: GraphModule, static: Collection[int], inputs: Sequence[Any]) -> list[Node]:
+def parameters_of(fw: GraphModule, static: Collection[int], parameters: Collection[int]) -> list[Node]:
     """The inputs of `fw` that are parameters, or parts of one.
 
     A program may write to a buffer between forward and backward, so buffers are none.
 
     Args:
         static: indices of inputs that are parameters or buffers.
-        inputs: those of Dynamo's graph.
+        parameters: positions among the inputs of Dynamo's graph.
     """
     placeholders = fw.graph.find_nodes(op="placeholder")
-    return [placeholders[i] for i in static if i < len(placeholders) and _is_parameter(placeholders[i], inputs)]
+    return [placeholders[i] for i in static if i < len(placeholders) and _is_parameter(placeholders[i], parameters)]
 
 
-def _is_parameter(placeholder: Node, inputs: Sequence[Any]) -> bool:
+def _is_parameter(placeholder: Node, parameters: Collection[int]) -> bool:
     """AOTAutograd's inputs have no class. Its description of one has a position among the inputs of Dynamo's graph,
     or says itself that it is a parameter."""
     description = placeholder.meta.get("desc")
@@ -71,5 +80,4 @@ def _is_parameter(placeholder: Node, inputs: Sequence[Any]) -> bool:
     lifted = getattr(description, "is_param", None)
     if lifted is not None and lifted():
         return True
-    number = getattr(description, "idx", len(inputs))
-    return number < len(inputs) and isinstance(inputs[number], torch.nn.Parameter)
+    return getattr(description, "idx", None) in parameters

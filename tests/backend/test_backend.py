@@ -393,6 +393,20 @@ def saved_of(node: Any) -> list[torch.Tensor]:
     return list(node.saved_tensors)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("inner", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_code_does_not_hold_the_inputs_of_its_first_call(inner: str) -> None:
+    """They may be activations, with all that autograd holds behind them."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+    compiled = torch.compile(model, backend="aot_hooks", options={"inner": inner, "policy": HALF})
+    activation = torch.randn(4, 8, requires_grad=True) * 2
+    compiled(activation).sum().backward()
+    reference = weakref.ref(activation)
+    del activation
+    assert reference() is None
+    assert torch.isfinite(model[0].weight.grad).all()
+
+
 # --- beside what is compiled -----------------------------------------------------------------------------------------
 
 
