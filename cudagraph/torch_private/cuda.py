@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import gc
 import math
 import operator
 import sys
@@ -290,17 +291,33 @@ def checkpoint_around(hooks: tuple[Any, Any] | None) -> weakref.ref[Any] | None:
     return None
 
 
+def alive(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor of `reference`, as `torch.utils.weak.TensorWeakRef` gives it, but out of the collector's reach.
+
+    A tensor that only C++ holds owns its Python object. `_fix_weakref` turns that around. A collection between the two
+    calls may free the tensor under the object. Since Python 3.12 one may come between any two instructions.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        x = reference()
+        if x is not None and hasattr(x, "_fix_weakref"):
+            x._fix_weakref()
+        return x
+    finally:
+        if collects:
+            gc.enable()
+
+
 def awaits_backward(reference: weakref.ref[torch.Tensor]) -> bool:
     """Whether a backward may still run through the compiled forward or the checkpoint that made a tensor.
 
     Their nodes are of `torch.autograd.Function`, and tell whether a backward has freed what they saved. They are the
     nearest such nodes in the tensor's history, behind in-place operators on it.
     """
-    x = reference()
+    x = alive(reference)
     if x is None:
         return False
-    if hasattr(x, "_fix_weakref"):  # what only C++ held is held in Python again
-        x._fix_weakref()
     nodes: list[Any] = [x.grad_fn]
     seen = {None}
     for node in nodes:

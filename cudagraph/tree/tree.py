@@ -396,7 +396,7 @@ class Tree(Cursor):
         """Those of `slots` that later parts of the cut graph which runs may read: its inputs, and all if a part ran."""
         if self.entered not in (None, self.path_end):
             return set(slots)
-        return set(on_slots([ref() for ref in self.around], slots).values()) if self.around else set()
+        return set(on_slots([torch_cuda.alive(ref) for ref in self.around], slots).values()) if self.around else set()
 
     def can_move(self, slot: Slot) -> bool:
         return not slot.host and self.driver.can_copy_out(slot.storage)

@@ -74,8 +74,10 @@ def test_random_programs(machine: Machine) -> None:
 
 @pytest.mark.slow
 def test_many_random_programs(machine: Machine) -> None:
-    """On the simulator torch 2.11 ends seed 147 in a stale output's error, for a cause that is not found yet."""
-    known = [147] if torch.__version__.startswith("2.11.") and machine.driver is not None else []
+    """Seed 147 has two frozen blocks of one code, each under a checkpoint: the second call begins a step, and the
+    checkpoint holds the first one's output. It is copied out, unless torch can't move memory on a CPU (before 2.13).
+    Then reading it raises. CUDA memory can be moved by each torch."""
+    known = [147] if machine.driver is not None and not machine.driver.can_move else []
     assert [seed for seed, _ in fuzz_checkpoint.run_seeds(range(100, 250), machine)] == known
 
 
