@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import nearest_first
 
+from ..torch_private import aot
 from ..torch_private import values as torch_values
 from .nodes import has_tag, input_storages, is_view, output_storages, storage_bytes, storage_of, storages, tensor_bytes
 
@@ -35,6 +36,18 @@ _LONG_ROW = 1024  # torch._inductor.config.padding_stride_threshold
 _FAR = 8  # products between a product and the sum that it is added to: more than a layer's gradients have
 _INTO_LARGER = ("aten.slice_scatter.default", "aten.select_scatter.default", "aten.constant_pad_nd.default")
 _CONSTANTS = ("aten.full.default", "aten.scalar_tensor.default", "prims.iota.default")
+# Inductor computes what these look up in their own kernel, as much as is looked up: float32 logits, for the loss
+_LOOKUPS = ("aten.gather.default", "aten.index.Tensor", "aten.embedding.default")
+# Inductor writes the first argument of these, if it is a constant, into the memory of the result
+_INTO_COPY = (
+    "aten.index_put.default",
+    "aten._unsafe_index_put.default",
+    "aten._unsafe_masked_index_put_accumulate.default",
+    "aten.scatter.src",
+    "aten.scatter.value",
+    "aten.scatter_add.default",
+    "aten.scatter_reduce.two",
+)
 # operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
 _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
 
@@ -260,7 +273,8 @@ class Kernels:
         """Storages that are written over others, by Inductor's rules: each with the one whose memory it takes.
 
         A kernel takes over the memory of one storage at most, with as many bytes and of the same dtype. It reads that
-        storage last, and by no node but the one that writes there. Padded rows take over memory of the same strides
+        storage last, and by no node but the one that writes there. The gradients of outputs are not the graph's own, so
+        nothing takes their memory. Padded rows take over memory of the same strides
         only. Inductor pads no outputs of the program; here they count as padded too, which is safe. `first` and `last`
         are those of `lifetimes`.
         """
@@ -279,7 +293,7 @@ class Kernels:
             if position in used or not fuses(node) or node in self.joined:
                 continue
             for s in self.reads[node]:
-                if s not in first or s == key or readers[position, s] > 1:
+                if s not in first or s == key or readers[position, s] > 1 or aot.is_tangent(first[s][2]):
                     continue
                 same = first[s][1] == nbytes and first[s][2].meta["val"].dtype == node.meta["val"].dtype
                 if same and padded.get(s) == padded.get(key) and last[s] == position > first[s][0]:
@@ -352,9 +366,9 @@ def is_packed_alone(mask: Node) -> bool:
 def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
     """The storages that unfused operators make or read, and None if one makes a tuple. A fusing compiler writes them.
 
-    Constants are computed where they are read, except for an unfused operator. A reduction computes its inputs in its
-    own kernel, so a reduction alone does not cause a write. Inductor writes a value that has several readers and reads
-    more than `_MOST_READ` storages. It does not write random numbers if only a mask is made from them.
+    Constants are computed where they are read, except for an unfused operator. A reduction or a lookup computes its
+    inputs in its own kernel, so it alone does not cause a write. Inductor writes a value that has several readers and
+    reads more than `_MOST_READ` storages. It does not write random numbers if only a mask is made from them.
     `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
     """
     late = late_products(nodes)
@@ -364,7 +378,7 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
     masks = random_masks(nodes)
     drawn = set(masks.values())
     kernels = [node for node in kernels if node not in late and node not in drawn] + [*late.values()]
-    written = {storage_of(n) for node in kernels for n in (node, *(() if reduces(node) else node.all_input_nodes))}
+    written = {storage_of(n) for node in kernels for n in (node, *_read_from_memory(node))}
     written |= {storage_of(mask) for mask in masks if is_packed_alone(mask)}
     for product in late:
         written = written - {storage_of(product)} | {storage_of(n) for n in product.all_input_nodes}
@@ -380,3 +394,11 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
             written.add(key)
             del reads[key]
     return written
+
+
+def _read_from_memory(node: Node) -> list[Node]:
+    """The inputs of `node`, an operator that is not fused, that a fusing compiler has to write for it."""
+    if reduces(node) or str(node.target) in _LOOKUPS:
+        return []
+    copied = node.args[0] if str(node.target) in _INTO_COPY else None
+    return [n for n in node.all_input_nodes if n is not copied or str(n.target) not in _CONSTANTS]

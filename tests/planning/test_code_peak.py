@@ -37,6 +37,7 @@ def printed(script, *arguments):
         ("tied", [1.0, 0.8], 1.0),
         ("odd", [1.0, 0.8], 0.8),  # one copy a layer, of a part of a projection, is not counted
         ("masks", [1.0, 0.7, 0.5], 1.0),
+        ("loss", [1.0, 0.85], 0.9),
         ("rotary", [1.0, 0.8, 0.6], 0.9),
     ],
 )
@@ -45,7 +46,7 @@ def test_the_code_holds_and_launches_what_was_planned(model, shares, counted_lea
     assert [phase for _, phase, *_ in rows] == ["forward", "backward"] * len(shares)
     for share, phase, of_code, planned, launched, counted in rows:
         assert 0.99 * planned <= of_code <= 1.001 * planned, (share, phase)
-        assert counted_least * launched <= counted <= 1.2 * launched, (share, phase)
+        assert counted_least * launched <= counted <= 1.25 * launched, (share, phase)
 
 
 def test_what_is_computed_again_is_not_alive_beside_all_gradients():

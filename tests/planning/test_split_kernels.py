@@ -9,7 +9,15 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from aot_hooks.graphs.lifetimes import SPLIT, Kernels, alive_along, last_readers, late_products, written_storages
+from aot_hooks.graphs.lifetimes import (
+    SPLIT,
+    Kernels,
+    alive_along,
+    last_readers,
+    late_products,
+    lifetimes,
+    written_storages,
+)
 from aot_hooks.graphs.nodes import output_storages, storage_bytes, storage_of, storages
 from aot_hooks.graphs.workspaces import workspace_bytes
 from aot_hooks.passes.live_bytes import LivePoint
@@ -22,6 +30,7 @@ from aot_hooks.planning.kernels import (
     unpack_early,
     write_when_made,
 )
+from aot_hooks.torch_private.inductor import decompositions
 from aot_hooks.torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK
 
 ROWS, WIDTH = 64, 32
@@ -274,6 +283,41 @@ def test_a_reduction_alone_has_nothing_written():
     written = written_storages(list(nodes.values()))
     assert storage_of(nodes["cos"]) in written and storage_of(nodes["sum_1"]) in written
     assert storage_of(nodes["sigmoid"]) not in written
+
+
+def test_what_is_looked_up_and_a_constant_that_is_added_to_are_not_written():
+    def function(x, index, rows):
+        picked = torch.log_softmax(torch.sigmoid(x), 1).gather(1, index)
+        summed = torch.index_put(torch.zeros(ROWS, WIDTH), [index[:, 0]], rows, accumulate=True)
+        return picked, torch.index_put(torch.sin(x), [index[:, 0]], rows), summed
+
+    index, x = torch.randint(WIDTH, (ROWS, 1)), torch.randn(ROWS, WIDTH)
+    gm = make_fx(function, tracing_mode="fake", decomposition_table=decompositions())(x, index, torch.randn_like(x))
+    nodes = {n.name: n for n in gm.graph.nodes}
+    written = written_storages(list(nodes.values()))
+    (zeros,) = (n for n in nodes.values() if str(n.target) == "aten.full.default")
+    (picked,) = (n for n in nodes.values() if str(n.target) == "aten.gather.default")
+    assert storage_of(picked) in written and storage_of(nodes["sin"]) in written
+    assert storage_of(zeros) not in written and storage_of(picked.args[0]) not in written
+
+
+def test_nothing_is_written_over_the_gradient_of_an_output():
+    def function(own, tangents_1, weight):
+        return own @ weight, torch.sin(own), torch.cos(tangents_1)
+
+    gm = make_fx(function, tracing_mode="fake")(*(torch.randn(WIDTH, WIDTH) for _ in range(3)))
+    for node, name in zip(gm.graph.find_nodes(op="placeholder"), ("own", "tangents_1", "weight"), strict=True):
+        node.target = name
+    nodes = {n.name: n for n in gm.graph.nodes}
+    counted = {storage_of(n) for n in nodes.values()} - {None}
+    kernels = Kernels.of(list(nodes.values()), counted)
+    last = last_readers(list(nodes.values()), counted, kernels)
+    times = lifetimes(
+        list(nodes.values()), counted, to_end=(), last_reader=last, nbytes=lambda _: BYTES, kernels=kernels
+    )
+    taken = set(kernels.reuses(*times).items())
+    own, tangent, _ = map(storage_of, gm.graph.find_nodes(op="placeholder"))
+    assert (storage_of(nodes["sin"]), own) in taken and tangent not in dict(taken).values()
 
 
 @pytest.mark.parametrize(("addends", "written"), [(2, []), (3, []), (4, [3]), (6, [5])])

@@ -3,6 +3,7 @@
     python tests/support/code_peak.py blocks 0.8 0.6        a model, and budgets as shares of its peak without any
     python tests/support/code_peak.py odd 1 0.8             rows of odd lengths
     python tests/support/code_peak.py tied 1 0.8            tied weights
+    python tests/support/code_peak.py loss 1 0.85           a loss over many words, with the logits as an output
     python tests/support/code_peak.py rotary 1 0.8          rotary embeddings; `masks`: dropout and ReLU
 
 A model is traced on the CPU. Its joint graph gets fake CUDA tensors before it is planned, so hooks, plan and Inductor's
@@ -74,6 +75,23 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.blocks(x + self.words.mean(0)) @ self.words.t()).float().logsumexp(-1).mean()
+
+
+class Loss(nn.Module):
+    """Its logits are an output beside the loss, as in transformers, so they have a gradient, of zeros.
+
+    They are looked up in float32, which no kernel writes.
+    """
+
+    def __init__(self, width: int, words: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(3)))
+        self.words = nn.Linear(width, words, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.words(self.blocks(x))
+        labels = torch.arange(len(x), device=x.device) % logits.shape[-1]
+        return nn.functional.cross_entropy(logits.float(), labels), logits
 
 
 class Attention(nn.Module):
@@ -269,8 +287,11 @@ def pretend_cuda() -> None:
 
 
 def main(name: str, shares: list[float]) -> None:
-    tied, tokens = name == "tied", 8 * 257 if name == "odd" else 8192
-    model = Tied(512, 4096) if tied else nn.Sequential(*(LAYERS[name](512) for _ in range(8 if name == "masks" else 3)))
+    tied, tokens = name in ("tied", "loss"), 8 * 257 if name == "odd" else 8192
+    whole: Any = {"tied": Tied, "loss": Loss}.get(name)
+    model = (
+        whole(512, 4096) if tied else nn.Sequential(*(LAYERS[name](512) for _ in range(8 if name == "masks" else 3)))
+    )
     model, x = model.to(torch.bfloat16), torch.randn(tokens, 512, dtype=torch.bfloat16, requires_grad=True)
     pretend_cuda()
     stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP).peak_bytes
