@@ -14,6 +14,10 @@ It is packed at the next save or at the end of the context, where an error can b
 one operator saves it twice, or if it is saved again before it is packed. A later save packs it again: a write through
 `x.data`, or a changed value of the hook, would not be noticed.
 
+A hook that rounds packs a tensor only if all operators that have saved it bear that, as in a graph. Which they are is
+found a little later, see readers.py; until then the tensor waits. Operators that only compare its numbers get the
+answers, in bits beside the rounded numbers.
+
 Saved values are checked for in-place changes, as autograd does without hooks. The user's functions could write past
 autograd's versions, so small arguments of theirs are also compared by their bytes.
 """
@@ -25,6 +29,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -34,16 +39,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import unused
 from ..contract import check_packed, check_unpacked, function_named, input_mutated
 from ..errors import AotHooksError, HookContractError, HookTraceError
+from ..graphs.backward_reads import Read
 from ..graphs.layout import expanded_dimensions, with_strides
 from ..hook import KEEP, Hook
 from ..identity.frozen import described
 from ..identity.tensors import READ_EACH_TIME, tensor_digest
 from ..library.bitmask import bits_instead
+from ..library.lossless import compare_hook
 from ..offloading.hook import unrounded
 from ..settings.setting import SCOPE, Setting, looks_at_modules
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
 from .modules import note_running_modules
+from .readers import Reading, Saved, fake_of, find_from, find_from_backward, this_thread
 from .rows import EagerRow
 
 
@@ -55,21 +63,44 @@ class State(enum.Enum):
     MUTATED = enum.auto()  # unpack changed the packed value: it serves no second reader
 
 
-class EagerValue:
-    """Autograd's entry for one saved tensor: the tensor (detached), or the result of pack."""
+@dataclass(frozen=True)
+class _Packed:
+    """What a hook made of a tensor, with what is needed to restore the tensor."""
 
-    def __init__(self, x: torch.Tensor, hook: Hook, reconsider: tuple[Setting, EagerRow] | None = None) -> None:
+    hook: Hook
+    result: Any
+    shape: torch.Size  # of what was packed: expanded dimensions have one element
+    stride: tuple[int, ...]
+
+
+class EagerValue:
+    """One saved tensor: the tensor (detached), or what a hook made of it. Autograd holds it, or a `Saved` of it."""
+
+    def __init__(self, x: torch.Tensor, hook: Hook, row: EagerRow | None = None, again: Setting | None = None) -> None:
         self.tensor: torch.Tensor | None = x.detach()
         # as long as this lives no other storage gets the same address, which `_Local.seen` relies on
         self.storage = StorageWeakRef(x.untyped_storage()) if x.layout is torch.strided else None
         self.version = x._version
         self.hook = hook
-        self.reconsider = reconsider  # the policy that chooses again before packing, and the row it chooses for
-        self.packed: Any = None
+        self.row = row
+        self.again = again  # the policy that chooses for `row` again before packing
+        self.saves: list[weakref.ref[Saved]] = []  # for each operator that saved it, if the hook may round
+        self.packed: _Packed | None = None
+        self.answers: _Packed | None = None  # for operators that only compare the numbers, beside rounded ones
         self.state = State.STAYS
+        self.waiting = this_thread()
         self.death: Any = None  # the weak reference that reports the death of `x`
         self.operator = autograd.next_sequence_number()  # greater than that of the operator that saves `x`
-        self.like = (x.shape, x.dtype, x.device)
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        self.stride = x.stride() if x.layout is torch.strided else ()
+
+    def readings(self) -> list[Reading | None]:
+        """How each operator reads it; those that are gone without a backward don't count."""
+        return [saved.reading for ref in self.saves if (saved := ref()) is not None]
+
+    def is_read(self) -> bool:
+        """Whether all operators that have saved it are known, if that matters."""
+        return None not in self.readings()
 
 
 class _Local(threading.local):
@@ -89,43 +120,61 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
         unused.traced(setting)
         return x  # a tracer runs the program on fake tensors: nothing is saved
     unused.this_thread.saved_count += 1
+    find_from(x)
     pack_pending()
     if looks_at_modules(setting.rule):
         note_running_modules()
     outermost = _outermost_frame()
     hook, row = _choose(setting, x, outermost)
     # a policy that reads names chooses again before packing: the program names a result after autograd has saved it
-    reconsider = (setting, row) if row is not None and row.names is not None else None
-    if hook is KEEP and reconsider is None:
+    again = setting if row is not None and row.names is not None else None
+    if hook is KEEP and again is None:
         return EagerValue(x, hook)
     layout = (x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg())
     which = hook.name, id(hook.pack), id(hook.unpack)  # a user's functions may have a comparison of their own
-    key = (torch_values.storage_key(x), *layout, x._version, setting.key if reconsider else which)
+    key = (torch_values.storage_key(x), *layout, x._version, which if again is None else again.key)
     value = _local.seen.get(key)
-    if value is not None and (value.packed is None or value.operator == autograd.next_sequence_number()):
+    if value is None or (value.packed is not None and value.operator != autograd.next_sequence_number()):
+        value = _local.seen[key] = EagerValue(x, hook, row, again)
+        _schedule(value, x, in_module=outermost is not None and (setting.scope or SCOPE) == "donated")
+    if _local.saved_by_compiled is not None or not (hook.lossy or again):
         return value
-    value = _local.seen[key] = EagerValue(x, hook, reconsider)
+    saved = Saved(value)
+    value.saves.append(weakref.ref(saved))
+    return saved
+
+
+def _schedule(value: EagerValue, x: torch.Tensor, *, in_module: bool) -> None:
+    """Pack `value`, a new one, or note when that can be done."""
     if _local.saved_by_compiled is not None:
         _local.saved_by_compiled.append(value)  # decided when the compiled call returns
         value.state = State.UNDECIDED
-    elif outermost is not None and (setting.scope or SCOPE) == "donated":
+    elif in_module:
         _decide_at_death(value, x)
-    elif reconsider:  # at the next save: until then it may get its name
+    elif value.hook.lossy or value.again:  # at a later save: until then it may get its name, and its operator is found
         value.state = State.READY
         _local.pending.append(weakref.ref(value))
     else:
         _pack(value)
-    return value
 
 
-def unpack_eager(value: Any) -> torch.Tensor:
+def unpack_eager(held: Any) -> torch.Tensor:
     """Autograd's unpack hook."""
+    if (fake := fake_of(held)) is not None:
+        return fake
+    saved = held if isinstance(held, Saved) else None
+    value = held if saved is None else saved.value
     if not isinstance(value, EagerValue):
         return value  # type: ignore[no-any-return]
+    runs = find_from_backward(value.waiting)
     if value.state is State.READY:
-        _pack(value)
+        if value.is_read():
+            _pack(value)
+        elif runs:  # an operator that reads it is not known
+            value.state = State.STAYS
     if value.state in (State.PACKED, State.MUTATED):
-        return _unpack(value)
+        asks = saved is not None and saved.reading is not None and saved.reading.tests
+        return _unpack(value, value.answers if asks and value.answers is not None else value.packed)
     return _unchanged(value)
 
 
@@ -155,13 +204,15 @@ def has_pending() -> bool:
 
 
 def pack_pending() -> None:
-    """Pack the values that are known by now not to be outputs."""
+    """Pack the values that are known by now not to be outputs, and whose operators are known."""
     pending, _local.pending = _local.pending, []
     for ref in pending:
         value = ref()
-        if value is not None and value.state is State.READY:
+        if value is None:
+            continue
+        if value.state is State.READY and value.is_read():
             _pack(value)
-        elif value is not None and value.state is State.UNDECIDED:
+        elif value.state in (State.READY, State.UNDECIDED):
             _local.pending.append(ref)
 
 
@@ -229,11 +280,31 @@ def _out_of_scope(scope: str, x: torch.Tensor, outermost: FrameType | None) -> b
 
 
 def _choose_for(setting: Setting, row: EagerRow) -> Hook:
-    """The hook for `row`; if a lossy one leaves it, the one that stores it exactly, if there is one."""
-    hook: Hook | None = setting.choose(row)
+    """The hook for `row`."""
+    return _taken(setting.choose(row), row)
+
+
+def _taken(hook: Hook | None, row: EagerRow) -> Hook:
+    """`hook`, if it takes `row`; if it leaves it, the one that stores it exactly, if there is one."""
     while hook is not None and hook.why_not(row):
         hook = unrounded(hook) or bits_instead(hook, row)
     return KEEP if hook is None else hook
+
+
+def _taken_by_readers(value: EagerValue) -> tuple[Hook, Hook]:
+    """The hook for `value`, whose own rounds, by what its readers bear; and that for answers beside it, or `KEEP`."""
+    assert value.row is not None
+    readings = [reading for reading in value.readings() if reading is not None]
+    tests = tuple(sorted({test for reading in readings for test in reading.tests or ()}))
+    answers = compare_hook(tests, value.dtype) if tests else KEEP
+    if answers is not KEEP and all(reading.tests is not None for reading in readings):
+        return answers, KEEP
+    reads = dict.fromkeys(read for reading in readings for read in reading.reads)
+    if tests and answers is KEEP:
+        reads[Read("decision", "a comparison")] = None
+    value.row.note_reads(tuple(reads))
+    hook = _taken(value.hook, value.row)
+    return hook, answers if hook.lossy else KEEP
 
 
 def _storages(tree: Any) -> set[int]:
@@ -244,62 +315,72 @@ def _storages(tree: Any) -> set[int]:
     }
 
 
-def _at(value: EagerValue, part: str) -> str:
-    shape, dtype, _ = value.like
-    function = function_named(part, getattr(value.hook, part))
-    return f"hook '{value.hook.name}' on saved {str(dtype).removeprefix('torch.')}{list(shape)} (eager): {function}"
+def _at(value: EagerValue, hook: Hook, part: str) -> str:
+    dtype = str(value.dtype).removeprefix("torch.")
+    function = function_named(part, getattr(hook, part))
+    return f"hook '{hook.name}' on saved {dtype}{list(value.shape)} (eager): {function}"
 
 
 def _pack(value: EagerValue) -> None:
     tensor = value.tensor
     assert tensor is not None
-    if value.reconsider is not None:
-        (setting, row), value.reconsider = value.reconsider, None
-        row.update_names()
-        value.hook = _choose_for(setting, row)
+    if value.again is not None:
+        assert value.row is not None
+        setting, value.again = value.again, None
+        value.row.update_names()
+        value.hook = _choose_for(setting, value.row)
+    answers = KEEP
+    if value.hook.lossy and value.saves:
+        value.hook, answers = _taken_by_readers(value)
     # changed in place since it was saved: its reader in the backward raises, as without hooks
     if value.hook is KEEP or tensor._version != value.version:
         value.state = State.STAYS
         return
+    value.answers = None if answers is KEEP else _packed(value, tensor, answers)
+    value.packed = packed = _packed(value, tensor, value.hook)
+    value.state = State.PACKED
+    leaves: list[torch.Tensor] = []
+    _copy_containers(packed.result, leaves)
+    strided = (leaf for leaf in leaves if leaf.layout is torch.strided)
+    if torch_values.storage_key(tensor) not in map(torch_values.storage_key, strided):
+        value.tensor = None  # else a write to the tensor is one to what was packed
+
+
+def _packed(value: EagerValue, tensor: torch.Tensor, hook: Hook) -> _Packed:
     compact = tensor
     for d in expanded_dimensions(tensor):
         compact = compact.narrow(d, 0, 1)
     compact = compact.resolve_conj().resolve_neg()
-    before = _digests(value.hook, [compact])
-    packed = _call(value, "pack", compact)
-    if tensor._version != value.version or _digests(value.hook, [compact]) != before:
-        raise input_mutated(_at(value, "pack"))
-    check_packed(packed, lambda: _at(value, "pack"))
-    leaves: list[torch.Tensor] = []
-    _copy_containers(packed, leaves)
-    strided = (leaf for leaf in leaves if leaf.layout is torch.strided)
-    if torch_values.storage_key(tensor) not in map(torch_values.storage_key, strided):
-        value.tensor = None  # else a write to the tensor is one to what was packed
-    value.packed, value.state = (packed, compact.shape, compact.stride()), State.PACKED
+    before = _digests(hook, [compact])
+    result = _call(value, hook, "pack", compact)
+    if tensor._version != value.version or _digests(hook, [compact]) != before:
+        raise input_mutated(_at(value, hook, "pack"))
+    check_packed(result, lambda: _at(value, hook, "pack"))
+    return _Packed(hook, result, compact.shape, compact.stride())
 
 
-def _unpack(value: EagerValue) -> torch.Tensor:
+def _unpack(value: EagerValue, packed: _Packed | None) -> torch.Tensor:
+    assert packed is not None
+    hook = packed.hook
     if value.state is State.MUTATED:
         raise HookContractError(
-            f"{_at(value, 'unpack')} changed what was packed in place, and it is needed again (by another reader, or "
-            "by a second backward with retain_graph); expected a pure function. Work on packed.clone(), or use the "
-            "out-of-place form of the op"
+            f"{_at(value, hook, 'unpack')} changed what was packed in place, and it is needed again (by another "
+            "reader, or by a second backward with retain_graph); expected a pure function. Work on packed.clone(), or "
+            "use the out-of-place form of the op"
         )
     if value.tensor is not None:
         _unchanged(value)
-    shape, dtype, device = value.like
-    packed, compact_shape, stride = value.packed
     tensors: list[torch.Tensor] = []
-    argument = _copy_containers(packed, tensors)
+    argument = _copy_containers(packed.result, tensors)
     versions = [a._version for a in tensors]
-    before = _digests(value.hook, tensors)
-    out = _call(value, "unpack", argument)
-    if [a._version for a in tensors] != versions or _digests(value.hook, tensors) != before:
+    before = _digests(hook, tensors)
+    out = _call(value, hook, "unpack", argument)
+    if [a._version for a in tensors] != versions or _digests(hook, tensors) != before:
         value.state = State.MUTATED
-    check_unpacked(out, compact_shape, dtype, device, lambda: _at(value, "unpack"))
-    if out.stride() != stride and not value.hook.lossy:  # kernels may choose by strides, and round differently
-        out = with_strides(out, stride)
-    restored: torch.Tensor = out if out.shape == shape else out.expand(shape)
+    check_unpacked(out, packed.shape, value.dtype, value.device, lambda: _at(value, hook, "unpack"))
+    if out.stride() != packed.stride and not hook.lossy:  # kernels may choose by strides, and round differently
+        out = with_strides(out, packed.stride)
+    restored: torch.Tensor = out if out.shape == value.shape else out.expand(value.shape)
     return restored
 
 
@@ -330,14 +411,14 @@ def _copy_containers(packed: Any, tensors: list[torch.Tensor]) -> Any:
     return packed
 
 
-def _call(value: EagerValue, part: str, argument: Any) -> Any:
+def _call(value: EagerValue, hook: Hook, part: str, argument: Any) -> Any:
     try:
         with torch.no_grad(), torch_values.no_autocast():  # a hook's own operators save nothing
-            return autograd.call_without_hooks(getattr(value.hook, part), (argument,), "aot_hooks: inside a hook")
+            return autograd.call_without_hooks(getattr(hook, part), (argument,), "aot_hooks: inside a hook")
     except AotHooksError:
         raise
     except Exception as e:
-        raise HookTraceError(f"{_at(value, part)} raised {type(e).__name__}: {e}") from e
+        raise HookTraceError(f"{_at(value, hook, part)} raised {type(e).__name__}: {e}") from e
 
 
 def call_compiled(compiled: Callable[..., Any], args: Any) -> Any:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..errors import user_frame
+from ..graphs.backward_reads import Read
 from ..graphs.saved import SavedTensor
 from ..settings.names import NamesOf, names_of
 from ..settings.operators import is_view_name, operator_behind
@@ -72,6 +73,10 @@ class EagerRow(SavedTensor):
         """Update `checkpoint_names` with the names given since the tensor was saved."""
         assert self.names is not None
         vars(self)["checkpoint_names"] = self.names.now()
+
+    def note_reads(self, reads: tuple[Read, ...]) -> None:
+        """Note the reads that are not smooth, once its operators are known."""
+        vars(self)["backward_reads"] = reads
 
 
 def _maker(x: torch.Tensor) -> Any:

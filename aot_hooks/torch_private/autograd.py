@@ -18,7 +18,7 @@ from cudagraph.torch_private.symbols import late
 
 from .dynamo import untraced
 from .symbols import needing
-from .values import pytree
+from .values import no_autocast, pytree, without_modes
 
 SYMBOLS = {
     "entering a context": "torch._C._autograd._push_saved_tensors_default_hooks",
@@ -32,8 +32,14 @@ SYMBOLS = {
     "steps of many calls under a budget": "torch._C._current_graph_task_id "
     "torch._dynamo.compiled_autograd torch.autograd.Variable._execution_engine",
     "options['check']": "torch._dynamo.compiled_autograd torch.autograd.Variable._execution_engine",
+    "which operator of eager code reads a saved tensor": "torch._C._current_autograd_node torch._C._FunctionBase "
+    "torch._C._autograd.SavedTensor torch._subclasses.fake_tensor.FakeTensorMode",
 }
 PROTOCOLS = {
+    "which operator of eager code reads a saved tensor": {
+        "torch._C._autograd.SavedTensor": "data",
+        "torch.autograd.graph.Node torch._C._FunctionBase": "_input_metadata",
+    },
     "policies by module in eager parts": {"torch.autograd.graph.Node torch._C._FunctionBase": "_sequence_nr"},
     "the end of a compiled graph's backward": {
         "torch.autograd.function.BackwardCFunction": "_forward_cls",
@@ -146,6 +152,71 @@ def filtering_mode() -> str | None:
 def sequence_number(node: Any) -> int:
     """The number of a node of autograd's graph, ascending in the order in which a thread's operators ran."""
     return int(node._sequence_nr())
+
+
+# --- what the nodes of eager code have saved --------------------------------------------------------------------------
+
+# the node whose backward runs on this thread; None outside of a backward
+current_node: Callable[[], Any] = late(need, "torch._C._current_autograd_node")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+_names_of: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+
+
+def _attributes(node: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The attributes in which C++ nodes of this type have saved tensors, and those with anything else."""
+    found = _names_of.get(type(node))
+    if found is None:
+        names = [name for name in dir(node) if name.startswith(("_raw_saved_", "_saved_"))]
+        tensors = tuple(name for name in names if name.startswith("_raw_saved_"))
+        shown = {name.replace("_raw", "", 1) for name in tensors}
+        others = tuple(name for name in names if name.startswith("_saved_") and name not in shown)
+        found = _names_of[type(node)] = tensors, others
+    return found
+
+
+def is_python_node(node: Any) -> bool:
+    """Whether `node` is that of a `torch.autograd.Function`, whose backward is a Python function."""
+    return isinstance(node, need("torch._C._FunctionBase"))
+
+
+def packed_by(node: Any) -> dict[str, Any]:
+    """What the pack hooks returned for the tensors that `node` has saved, by names; {} if they are released.
+
+    Every generated node has an attribute for each saved tensor or list of them. It is a `SavedTensor`, whose `data` is
+    what its hook returned (2.11 to 2.15).
+    """
+    found: dict[str, Any] = {}
+    names = ("_raw_saved_tensors",) if is_python_node(node) else _attributes(node)[0]
+    for name in names:
+        try:
+            raw = getattr(node, name)
+        except RuntimeError:  # the backward has run
+            return {}
+        several = raw if isinstance(raw, tuple | list) else (raw,)
+        data = ((i, each.data) for i, each in enumerate(several) if each is not None)
+        found.update((f"{name}.{i}", held) for i, held in data if held is not None)
+    return found
+
+
+def plain_values(node: Any) -> tuple[tuple[str, Any], ...]:
+    """The numbers and texts that a C++ `node` has saved, such as an exponent; not sizes."""
+    values = ((name, getattr(node, name)) for name in _attributes(node)[1] if "sym_" not in name)
+    return tuple((name, value) for name, value in values if isinstance(value, _PLAIN))
+
+
+def results_of(node: Any) -> list[Any]:
+    """What autograd knows of the operator's results: objects with `shape`, `dtype` and `device`."""
+    return list(node._input_metadata)
+
+
+@contextlib.contextmanager
+def fake_operators() -> Iterator[None]:
+    """Operators run on fake tensors, without autograd, autocast, hooks, and modes that the program has on."""
+    mode = need("torch._subclasses.fake_tensor.FakeTensorMode")(allow_non_fake_inputs=True)
+    with without_modes(), torch.no_grad(), no_autocast(), mode:
+        yield
 
 
 # --- when saved tensors are released ----------------------------------------------------------------------------------
