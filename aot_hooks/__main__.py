@@ -7,6 +7,7 @@ hooks was not in torch's cache.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import json
 import logging
@@ -33,10 +34,11 @@ from .errors import AotHooksError, OptionError, is_library_file, unwrapped
 from .passes.plan import Plan
 from .planning.budget import ALLOWED, budget
 from .report import script
-from .report.frontier import frontier_of
+from .report.frontier import frontier_of, on_gpu
 from .report.plot import check_can_plot, plot_report
 from .report.script import Recorded, ScriptError, run_as_program, run_script
 from .report.text import as_data, format_report
+from .settings.byte_sizes import bytes_of
 from .settings.setting import SCOPES
 from .torch_private import aot_cache
 
@@ -135,9 +137,16 @@ def print_frontier(options: argparse.Namespace) -> None:
     def plan_with(policy: Any) -> Plan:
         settings = {"policy": policy, "scope": options.scope, "inner": options.inner}
         torch.compiler.reset()
+        gc.collect()  # the optimizer of the run before, whose state would count
         return run_script(options.script, options.arguments, settings, 1).plan
 
-    print(frontier_of(plan_with, **_of_budget(options)))
+    if options.gpu:
+        for size in options.gpu:  # before the script runs
+            bytes_of(size, "gpu")
+        for size in options.gpu:
+            print(f"{size}: {on_gpu(plan_with, size, **_of_budget(options))}")
+    else:
+        print(frontier_of(plan_with, **_of_budget(options)))
 
 
 def _of_budget(options: argparse.Namespace) -> dict[str, Any]:
@@ -179,10 +188,10 @@ def _policy(options: argparse.Namespace) -> Any:
         if name not in _HOOKS:
             raise OptionError(f"--hook: aot_hooks has no hook {name!r}; it has {', '.join(_HOOKS)}")
         return _evaluated("--hook", options.hook if with_arguments else f"{name}()")
-    if options.budget is not None:
-        return budget(options.budget, **_of_budget(options))
+    if options.budget is not None or options.total is not None:
+        return budget(options.budget, total=options.total, **_of_budget(options))
     for name in _of_budget(options):
-        raise OptionError(f"--{name.replace('_', '-')} is for --budget")
+        raise OptionError(f"--{name.replace('_', '-')} is for --budget and --total")
     return None if options.policy is None else _evaluated("--policy", options.policy)
 
 
@@ -243,6 +252,7 @@ def _add_policy_to(command: argparse.ArgumentParser, *, required: bool) -> None:
     how.add_argument("--hook", metavar="NAME", help=hooks)
     how.add_argument("--policy", metavar="EXPRESSION", help="a policy or hook in the names of aot_hooks, evaluated")
     how.add_argument("--budget", metavar="PEAK", help="the fastest step under this peak: 24GiB, 500MB, fit")
+    how.add_argument("--total", metavar="BYTES", help="the fastest step with this much allocated in all: 80GiB")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -287,6 +297,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     _add_policy_to(trains, required=True)
     trains.add_argument("--check", action="store_true", help="compare the first step's gradients with those without")
+    sizes = "only what fits on GPUs of these sizes, and the policy for each: 24GiB,80GiB"
+    points.add_argument("--gpu", metavar="SIZES", type=lambda text: text.split(","), help=sizes)
     says = "say in what the key of the last cache miss differs from the nearest one stored before"
     miss = commands.add_parser("explain-miss", help=says)
     directory = "torch's cache directory, if not TORCHINDUCTOR_CACHE_DIR or its default"

@@ -198,7 +198,7 @@ def _in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
     if setting is not None and isinstance(setting.rule, Budget):
         setting = Setting(
-            fitted(setting.rule, (x.device for x in inputs if isinstance(x, torch.Tensor))), setting.scope
+            fitted(setting.rule, (x.device for x in inputs if isinstance(x, torch.Tensor)), inputs), setting.scope
         )
     keys = dict.fromkeys(key for node in nodes_of(gm) if (key := annotation(node, REGION)) is not None)
     regions = {key: region.regions[key].setting.in_scope(options.scope) for key in keys}

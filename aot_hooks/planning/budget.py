@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import torch
 
-from ..errors import OptionError, names_arguments
+from ..errors import BudgetError, OptionError, names_arguments
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
 from ..settings.byte_sizes import bytes_of, shown
 from .apart import Ways
+from .device_memory import Outside, outside_of_step
 from .step import ALONE, Moment
 
 ALLOWED = ("recompute", "lossless", "offload", "float8", "int8", "int4")
@@ -28,7 +29,10 @@ class Budget:
     Attributes:
         peak: bytes, "fit", or None.
         max_slowdown: how much longer than without hooks a step may take: 0.05 is 5%; None, math.inf: any.
-        free: of "fit": bytes that the device had free when the graph was compiled, less a margin; None: not asked yet.
+        total: bytes that the device may have allocated in all, in place of `peak`.
+        free: of "fit" and of `total`: bytes that the device had for a step when the graph was compiled; None: not asked
+            yet.
+        outside: what the device holds beside the step, for messages.
         over: bytes by which a measured step was over `peak`; the plan takes less by that, see measured.py.
         moments: what is alive beside the graph in a step of many compiled calls, see many.py.
         moments_at_least: the same if graphs that are compiled later hold their least; (): as `moments`.
@@ -43,7 +47,9 @@ class Budget:
     max_slowdown: float | None
     allow: tuple[Any, ...]
     max_error: float
+    total: int | None = None
     free: int | None = None
+    outside: str = field(default="", compare=False)
     over: int = 0
     moments: tuple[Moment, ...] = ALONE
     moments_at_least: tuple[Moment, ...] = ()
@@ -62,8 +68,13 @@ class Budget:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The peak in bytes. None: the lowest is asked for, or it is "fit" and no CUDA device is known."""
-        return self.free if self.peak == "fit" else cast("int | None", self.peak)
+        """The peak in bytes. None: the lowest is asked for, or it depends on a device and none is known."""
+        return self.free if self.asks_device else cast("int | None", self.peak)
+
+    @property
+    def asks_device(self) -> bool:
+        """Whether the peak depends on what a device holds when a graph is compiled."""
+        return self.peak == "fit" or self.total is not None
 
     def __call__(self, saved: SavedTensor) -> Hook:
         return KEEP  # asked by eager parts, which no plan covers
@@ -74,6 +85,7 @@ class Budget:
     def __repr__(self) -> str:
         peak = shown(self.peak) if isinstance(self.peak, int) else self.peak
         arguments = [] if peak is None else [repr(peak)]
+        arguments += [] if self.total is None else [f"total={shown(self.total)!r}"]
         arguments += [] if self.max_slowdown is None else [f"max_slowdown={_shown(self.max_slowdown)}"]
         arguments += [] if self.allow == ALLOWED else [f"allow={self.allow!r}"]
         arguments += [] if self.max_error == 0.05 else [f"max_error={self.max_error!r}"]
@@ -84,6 +96,7 @@ class Budget:
 def budget(
     peak: int | str | None = None,
     *,
+    total: int | str | None = None,
     max_slowdown: float | None = None,
     allow: Sequence[Any] = ALLOWED,
     max_error: float = 0.05,
@@ -94,9 +107,12 @@ def budget(
     bytes, round it, or send it to the host.
 
     Args:
-        peak: the most bytes of the step, over what is allocated before it: a number, "24GiB", "500MB", or "fit". "fit"
-            asks the device for its free memory when the graph is compiled, and leaves 5% of it. Less than 1 MiB needs a
-            unit: "12345B".
+        peak: the most bytes of the step, over what is allocated before it: a number, "24GiB", "500MB", or "fit". Less
+            than 1 MiB needs a unit: "12345B".
+        total: in place of `peak`: the most bytes that the process may have allocated on the device, "80GiB". Weights,
+            data and the optimizer's state count, also state that the optimizer makes in its first step. On a CPU the
+            arguments of the graph count as allocated. "fit", for `peak` or `total`: what the device has free when
+            the graph is compiled, less 5% and less that state.
         max_slowdown: how much longer the step may take than without hooks: 0.05 for 5%, at most 1.0. Without `peak` the
             plan with the lowest peak within that time is taken; math.inf asks for the lowest at any price.
         allow: the means that may be used; also the `float8_training(...)` of integrations.torchao.
@@ -107,8 +123,15 @@ def budget(
         OptionError: a wrong argument.
         BudgetError: when a graph is compiled that cannot stay under `peak`.
     """
-    if peak is None and max_slowdown is None:
-        raise OptionError('budget: expected peak (bytes, "24GiB" or "fit"), max_slowdown, or both, got neither')
+    if peak is None and total is None and max_slowdown is None:
+        raise OptionError(
+            'budget: expected peak or total (bytes, "24GiB" or "fit"), max_slowdown, or both, got neither'
+        )
+    if peak is not None and total is not None:
+        raise OptionError(
+            f"budget: expected peak or total, got both: peak={peak!r} is over what is allocated before the step, "
+            f"total={total!r} is all that the process has allocated. Leave one out"
+        )
     if not isinstance(allow, list | tuple | set | frozenset) or not all(m in ALLOWED or _is_policy(m) for m in allow):
         raise OptionError(f"budget: allow must be some of {', '.join(map(repr, ALLOWED))}, got {allow!r}")
     if not _is_number(max_error) or not 0 <= max_error:
@@ -116,24 +139,45 @@ def budget(
     if max_slowdown is not None:
         max_slowdown = _checked_slowdown(max_slowdown)
     means = tuple(name for name in ALLOWED if name in allow) + tuple(sorted(filter(_is_policy, allow), key=repr))
-    return Budget(peak if peak in (None, "fit") else bytes_of(peak), max_slowdown, means, float(max_error))
+    if total == "fit":
+        peak, total = "fit", None
+    peak = peak if peak in (None, "fit") else bytes_of(peak)
+    total = None if total is None else bytes_of(total, "total")
+    return Budget(peak, max_slowdown, means, float(max_error), total)
 
 
-def fitted(budget: Budget, devices: Iterable[torch.device]) -> Budget:
-    """A budget of "fit" with the free bytes of the CUDA devices in `devices`, so that cache keys contain them.
+def fitted(budget: Budget, devices: Iterable[torch.device], inputs: Sequence[Any] = ()) -> Budget:
+    """A budget that asks the device, with the bytes that the largest of `devices` has for a step.
 
-    95% of what is free counts, rounded down to 1/128 of the device, so that a process with nearly as much free memory
-    finds the same plan. Any other budget comes back as it is.
+    `inputs` are those of the graph. The bytes are rounded down to 1/128 of the device, or of `total`: cache keys
+    contain them, and a process with nearly as much free memory finds the same plan. Any other budget comes back as it
+    is.
     """
-    on_cuda = {device for device in devices if device.type == "cuda"}
-    if budget.peak != "fit" or not on_cuda:
+    kinds = ("cuda",) if budget.total is None else ("cuda", "cpu")
+    found = {device for device in devices if device.type in kinds} if budget.asks_device else set()
+    found = {device for device in found if device.type == "cuda"} or found  # with a GPU, the host's memory is not it
+    rooms = [_room(budget.total, device, outside_of_step(device, inputs)) for device in found]
+    if not rooms:
         return budget
-    found = []
-    for device in on_cuda:
-        free, total = torch.cuda.mem_get_info(device)
+    free, outside = min(rooms, key=lambda room: room[0])
+    if free <= 0 and budget.total is not None:
+        raise BudgetError(
+            f"{budget!r}: {outside} leave nothing for a step. Shard or offload the weights, take an optimizer with "
+            "less state, or raise the total"
+        )
+    return replace(budget, free=free, outside=str(outside))
+
+
+def _room(total: int | None, device: torch.device, outside: Outside) -> tuple[int, Outside]:
+    """The bytes that `device` has for a step beside `outside`, under `total` or, if that is None, in free memory."""
+    if total is not None:
+        size, room = total, float(total - outside.nbytes)
+    else:
+        free, size = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch can give these out
-        found.append(int(_FIT * free) // (total // 128) * (total // 128))
-    return replace(budget, free=min(found))
+        room = _FIT * free - (outside.nbytes - outside.allocated)
+    step = max(size // 128, 1)
+    return max(int(room) // step * step, 0), outside
 
 
 def mib(nbytes: float) -> str:

@@ -120,7 +120,11 @@ def partition_within(
             found = planned
         # The least is that of all ways: more means must not find a higher one. A first version of a graph, which runs
         # until its step is known, takes the first way that lowers the peak.
-        if budget.peak is not None or (budget.least and found[2].packed_bytes < found[2].saved_bytes):
+        if (
+            budget.peak is not None
+            or budget.total is not None
+            or (budget.least and found[2].packed_bytes < found[2].saved_bytes)
+        ):
             break
     found = _or_apart(found, budget.apart, lambda apart: within(replace(strict, moments=apart.moments)))
     if found is not None:
@@ -404,10 +408,11 @@ def _infeasible(budget: Budget, step: Step, peak: int | None, least: Tried) -> s
     largest = sorted(kept, key=lambda value: -value.nbytes)[:3]
     names = ", ".join(f"'{v.names[0]}' {mib(v.nbytes)} ({v.where})" for v in largest) or "none"
     within = "" if budget.max_slowdown is None else f" within {budget.step_ratio:g} times the time"
+    outside = f" beside {budget.outside}" if budget.outside else ""
     before = bytes_of(least.plan.live_before).peak(step.moments)
     calls = _calls(least.plan, step.moments) or " Other compiled calls of the step, if there are any, come on top."
     return (
-        f"{budget!r}: expected a step under {mib(peak or 0)}{within}, but the least that was found takes "
+        f"{budget!r}: expected a step under {mib(peak or 0)}{within}{outside}, but the least that was found takes "
         f"{mib(least.peak)}, and {least.plan.step_ratio:.3f} times the time.{calls} Without hooks it takes "
         f"{mib(before)}, the most at {top}. The largest that stay as they are: "
         f"{names}. Gradients, outputs and what a single layer works with can't be stored otherwise: raise the peak, "

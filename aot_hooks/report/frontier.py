@@ -20,10 +20,13 @@ from ..errors import BudgetError, OptionError, error_behind
 from ..hook import KEEP
 from ..passes.plan import Plan
 from ..planning.budget import ALLOWED, Budget, budget
+from ..settings.byte_sizes import bytes_of, size_text
 from .dry_run import check_keywords, dry_run
+from .text import peak_before
 from .trial import unwrap_compiled
 
 _POINTS = 8
+_OF_GPU = 0.95  # share of a GPU's memory that a process can have
 
 
 @dataclass(frozen=True)
@@ -144,3 +147,23 @@ def frontier_of(
         if not best or point.step_ratio < best[-1].step_ratio:
             best.append(point)
     return Frontier(tuple(best), in_parts)
+
+
+def on_gpu(plan_with: Callable[[Any], Plan], size: str, **of_budget: Any) -> str:
+    """What fits on a GPU of `size`, such as "24GiB": the policy, its predicted peak and time; or why nothing does.
+
+    A twentieth of the GPU is left to kernels, to fragments and to other processes.
+    """
+    policy = budget(total=f"{int(_OF_GPU * bytes_of(size, 'gpu'))}B", **of_budget)
+    try:
+        planned = plan_with(policy)
+    except Exception as e:
+        found = error_behind(e, BudgetError)
+        if found is None:
+            raise
+        return f"does not fit. {found}"
+    before = size_text(peak_before(planned) or 0)
+    return (
+        f"aot_hooks.{policy!r}: a step takes {size_text(planned.peak_bytes)} of {before} and {planned.step_ratio:.3f} "
+        "times the time, as predicted"
+    )

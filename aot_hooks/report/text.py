@@ -195,7 +195,7 @@ def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
     if not plan.live_before or not plan.live_after:
         return []
     before, after = _peak(plan.live_before), _peak(plan.live_after)
-    stock = "" if _peak_before(plan) is None else f"{_number(_peak_before(plan) or 0, size)} -> "
+    stock = "" if peak_before(plan) is None else f"{_number(peak_before(plan) or 0, size)} -> "
     lines = [f"predicted peak of the step, over parameters and inputs: {stock}{_number(plan.peak_bytes, size)} {unit}"]
     if (step := plan.in_step) is not None:  # its points are those of graphs beside others as planned
         lines.append(
@@ -225,7 +225,7 @@ def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
     return lines
 
 
-def _peak_before(plan: Plan) -> int | None:
+def peak_before(plan: Plan) -> int | None:
     """Most bytes alive without hooks, without those of the other graphs of its step too; None if that is unknown."""
     if plan.in_step is None:
         return _peak(plan.live_before).live_bytes if plan.live_before else None
@@ -322,7 +322,7 @@ def as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
             "packed_bytes": plan.packed_bytes,
             "tensor_count": len(plan.decisions),
             "packed_tensor_count": sum(d.hook is not KEEP for d in plan.decisions),
-            "predicted_peak_before_bytes": _peak_before(plan),
+            "predicted_peak_before_bytes": peak_before(plan),
             "predicted_peak_after_bytes": plan.peak_bytes if plan.live_after else None,
         },
         "rows": [_decision_as_data(d) for d in plan.decisions],

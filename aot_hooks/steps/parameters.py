@@ -32,21 +32,21 @@ def gathered_bytes(step: Step) -> tuple[int, int]:
     Those of the first call always count: when it begins again, they were gathered again or never freed.
     """
     noted = [[p for ref in call.parameters if (p := ref()) is not None] for call in step.calls]
-    freed = [any(_is_freed(part) for p in parameters for part in _plain(p)) for parameters in noted]
+    freed = [any(_is_freed(part) for p in parameters for part in plain_parts(p)) for parameters in noted]
     if not any(freed):
         return 0, 0
     gathered = [_GATHERED * sum(map(_parameter_bytes, parameters)) for parameters in noted]
     return max(n for i, n in enumerate(gathered) if freed[i] or not i), gathered[0]
 
 
-def _plain(x: torch.Tensor) -> Iterator[torch.Tensor]:
+def plain_parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
     """`x`, or the plain tensors inside of a wrapper subclass, such as the local tensor of a DTensor."""
     if not hasattr(x, "__tensor_flatten__"):
         yield x
         return
     for part in (getattr(x, name) for name in x.__tensor_flatten__()[0]):
         if isinstance(part, torch.Tensor):  # from torch 2.13 on, parts of a DTensor are its mesh, too
-            yield from _plain(part)
+            yield from plain_parts(part)
 
 
 def _is_freed(x: torch.Tensor) -> bool:
@@ -55,5 +55,5 @@ def _is_freed(x: torch.Tensor) -> bool:
 
 
 def _parameter_bytes(x: torch.Tensor) -> int:
-    parts = _plain(x) if isinstance(x, torch.nn.Parameter) else ()
+    parts = plain_parts(x) if isinstance(x, torch.nn.Parameter) else ()
     return sum(part.numel() * part.element_size() for part in parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import re
 from typing import Any
@@ -19,6 +20,7 @@ import aot_hooks
 from aot_hooks.errors import BudgetError, OptionError, unwrapped
 from aot_hooks.planning import within
 from aot_hooks.planning.budget import ALLOWED, fitted, mib
+from aot_hooks.planning.device_memory import outside_of_step
 from aot_hooks.settings.byte_sizes import bytes_of
 
 KEEP_ALL = aot_hooks.policies.everything(aot_hooks.KEEP)
@@ -362,6 +364,75 @@ def test_fit_takes_what_a_device_has_free_less_a_margin_and_is_another_value_the
     assert fitted(budget("1GiB"), inputs) == budget("1GiB")
     free["free"] = -(10 << 30)
     assert fitted(budget("fit"), inputs).peak_bytes == 0  # asked, and there is nothing
+
+
+def test_a_total_counts_weights_data_and_the_state_that_the_optimizer_will_have(model, x):
+    gc.collect()  # optimizers of other tests
+    weights, stock = sum(p.nbytes for p in model.parameters()), stock_peak(model, x)
+    total = int(1.02 * (weights + x.nbytes + stock))
+
+    def planned(total):
+        torch._dynamo.reset()
+        return aot_hooks.plan(model, x, policy=budget(total=f"{total}B"), inner="aten").peak_bytes
+
+    assert planned(total) == stock
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    smaller = planned(total)
+    assert smaller < stock and weights + x.nbytes + 2 * weights + smaller <= total
+    with pytest.raises(BudgetError, match=r"budget\(total=.*\): .* state of AdamW .* \(from the second step on\)"):
+        planned(3 * weights + x.nbytes + stock // 10)
+    with pytest.raises(BudgetError, match="leave nothing for a step"):
+        planned(2 * weights)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(x).sum().backward()
+    optimizer.step()  # now the state is there, and the same bytes are left
+    assert not all(map(torch.equal, before, model.parameters())) and planned(total) == smaller
+
+
+OPTIMIZERS = {
+    "AdamW": {"fused": True},
+    "Adam": {"amsgrad": True},
+    "SGD": {"momentum": 0.9},
+    "NAdam": {},
+    "Adafactor": {},
+    "Adagrad": {},
+    "RMSprop": {"foreach": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_an_optimizer_is_known_before_its_first_step(name):
+    class Refuses(torch.optim.lr_scheduler.StepLR):
+        """Replaces `optimizer.step`, as schedulers do."""
+
+    def states():
+        return dict(outside_of_step(torch.device("cpu"), []).state)
+
+    net, calls, others = torch.nn.Linear(30, 40), [], states()  # optimizers of other tests may not be collected yet
+    optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.1, **OPTIMIZERS[name])
+    scheduler = Refuses(optimizer, 1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    made = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim())  # by Adagrad
+    before = [p.detach().clone() for p in net.parameters()]
+    expected = states().get(name, 0) - others.get(name, 0)
+    assert (
+        all(map(torch.equal, before, net.parameters())) and not calls and all(p.grad is None for p in net.parameters())
+    )
+    net(torch.randn(5, 30)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim()) - made == expected
+    assert states() == others and calls == [1]
+
+
+def test_peak_and_total_are_one_or_the_other():
+    with pytest.raises(OptionError, match="expected peak or total, got both"):
+        budget("1GiB", total="80GiB")
+    with pytest.raises(OptionError, match="total is in bytes"):
+        budget(total=24)
+    assert budget(total="fit") == budget("fit")
+    assert repr(budget(total="2GiB", max_slowdown=0.1)) == "budget(total=2147483648, max_slowdown=0.1)"
+    assert eval(repr(budget(total="2GiB")), {"budget": budget}) == budget(total=2 << 30)
 
 
 # --- programs that a review tried -------------------------------------------------------------------------------------

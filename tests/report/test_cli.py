@@ -498,6 +498,30 @@ def test_run_trains_a_script_with_a_policy(tmp_path: Path, capsys: Any, caplog: 
     assert "--hook --policy --budget is required" in capsys.readouterr().err
 
 
+GPU = """
+import torch
+net = torch.nn.Sequential(*[m for _ in range(3) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())])
+optimizer = torch.optim.AdamW(net.parameters())
+torch.compile(net)(torch.randn(8192, 64)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_frontier_says_which_policy_fits_on_a_gpu(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(GPU)
+    assert main(["frontier", "--gpu", "64MiB,17MiB,5MiB", "--inner", "aten", str(path)]) == 0
+    large, small, none = capsys.readouterr().out.splitlines()
+    assert large.startswith("64MiB: aot_hooks.budget(total=63753420): a step takes ") and "1.000 times" in large
+    taken, before = re.findall(r"([\d.]+) MiB", small)
+    assert float(taken) < 16.1 - 2 < float(before) and small.startswith("17MiB: aot_hooks.budget(total=")
+    assert none.startswith("5MiB: does not fit. budget(total=4980736): expected a step under")
+    assert "weights and data 2.048 MiB, state of AdamW" in none
+    assert main(["frontier", "--gpu", "64MiB,80", "--inner", "aten", str(path)]) == 1
+    said = capsys.readouterr()
+    assert not said.out and "did you mean '80GiB'" in said.err
+
+
 def test_env_prints_text_and_json(capsys: Any) -> None:
     said = {}
     for option in ("--short", "--symbols", "--json"):
