@@ -13,6 +13,7 @@ before anything is written. `aot_hooks` uses the same rule.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -24,17 +25,40 @@ from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
 from .partition import memory_of
 
+log = logging.getLogger("cudagraph")
 SNAPSHOT = "cudagraph_snapshot"  # key of a node's meta: a copy of an input, made before the graph writes to the input
 
 
 def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-    """torch's own partition of `joint`; a saved input that the forward writes to is copied first."""
+    """torch's own partition of `joint`; a saved input that the forward writes to is copied first.
+
+    With `activation_memory_budget` below 1 torch may draw random numbers anew in the backward. Such a graph is
+    partitioned without that budget.
+    """
     fw, bw = compilers.min_cut_partition(joint, joint_inputs, **kwargs)
+    if drawn := _drawn_twice(fw, bw):
+        log.warning(
+            "cudagraph: under torch's activation_memory_budget the backward would draw the random numbers of %s once "
+            "more, and others than the forward: the graph is partitioned without that budget. "
+            "aot_hooks saves them and keeps the budget: backend='aot_hooks', options={'cudagraphs': True}",
+            ", ".join(sorted(drawn)),
+        )
+        fw, bw = compilers.min_cut_partition(joint, joint_inputs, whole_budget=True, **kwargs)
     if save_what_was_read(fw, bw, kwargs["num_fwd_outputs"]):
         for gm in (fw, bw):
             gm.graph.lint()
             gm.recompile()
     return fw, bw
+
+
+def _drawn_twice(fw: GraphModule, bw: GraphModule) -> set[str]:
+    """The operators of nodes that draw random numbers in both graphs. torch copies a node with its name.
+
+    What torch runs with a state of the generator that it passes on is a higher-order operator, which has no tags.
+    """
+    tag = torch.Tag.nondeterministic_seeded
+    drawn = {(n.name, n.target) for n in fw.graph.nodes if tag in getattr(n.target, "tags", ())}
+    return {str(n.target) for n in bw.graph.nodes if (n.name, n.target) in drawn}
 
 
 def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, others: Collection[Node] = ()) -> bool:

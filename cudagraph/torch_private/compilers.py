@@ -108,12 +108,23 @@ def runtime_only_passes_on(inputs: Sequence[Any]) -> bool:
 
 
 def min_cut_partition(
-    joint: GraphModule, inputs: Any, *, merge_repeats: bool = True, need: Callable[[str], Any] = need, **kwargs: Any
+    joint: GraphModule,
+    inputs: Any,
+    *,
+    merge_repeats: bool = True,
+    whole_budget: bool = False,
+    need: Callable[[str], Any] = need,
+    **kwargs: Any,
 ) -> tuple[GraphModule, GraphModule]:
-    """torch's own partition; `merge_repeats=False` keeps repeated computations apart, whatever torch's settings are."""
+    """torch's own partition.
+
+    `merge_repeats=False` keeps repeated computations apart, whatever torch's settings are. `whole_budget`: as with
+    `activation_memory_budget` 1, which computes no random numbers again.
+    """
     partition = need("torch._functorch.partitioners.min_cut_rematerialization_partition")
     config = need("torch._functorch.config")
-    with config.patch(cse=config.cse and merge_repeats):
+    budget = {"activation_memory_budget": 1.0} if whole_budget else {}
+    with config.patch(cse=config.cse and merge_repeats, **budget):
         return partition(joint, inputs, **kwargs)
 
 
