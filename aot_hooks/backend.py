@@ -226,6 +226,7 @@ def _compile_graph(
     - a policy in the options: `_guard_hooks_of_others` keeps it from calls under these, and these from its graphs;
     - hooks on torch's stack: `_without_hooks` hides those that are inlined, `_with_eager_hooks` is for the others.
     """
+    dynamo.reset_with_dynamo(aot_hooks)
     patches = inductor_patches(options, mode)
     hooks = asked = _in_force(gm, inputs, options, enabled)
     if options.policy is not None and hooks.pair is None:

@@ -296,7 +296,8 @@ def _has_run(call: _Call, found: Sequence[Any], incoming: Sequence[Any]) -> Any:
         this.seen.add(call.checked)
         return None
     finally:
-        call.args = []
+        if not autograd.keeps_graph():  # else another backward may come, of a check that has failed by then
+            call.args = []
     this.seen.add(call.checked)
     this.errors += errors
     this.count += 1

@@ -31,6 +31,7 @@ SYMBOLS = {
     "errors of contexts inside a compiled function": "torch._dynamo.exc.BackendCompilerFailed",
     "reports of scripts with a module that cannot be planned": "torch._dynamo.exc.TorchDynamoException",
     "reports of scripts": "torch._dynamo.symbolic_convert._import_module",
+    "following torch._dynamo.reset()": "torch._dynamo.eval_frame torch._dynamo.eval_frame.cached_backends",
     "warnings of functions that Dynamo left to Python": "torch._dynamo.utils.counters",
     "names given by code that Dynamo left to Python": "torch._dynamo.eval_frame.skip_code",
     "entering a context where Dynamo would compile that": "torch._C._dynamo.eval_frame.set_eval_frame",
@@ -63,6 +64,14 @@ def left_to_python() -> dict[str, int]:
     """How often Dynamo has met each thing that it does not trace in this process, by its explanation."""
     counters = need("torch._dynamo.utils.counters")
     return {**counters["graph_break"], **counters["unimplemented"]}
+
+
+def reset_with_dynamo(backend: Any) -> None:
+    """Have the next `torch._dynamo.reset()` call `backend.reset()`, as those of backends that functions are made with.
+
+    Dynamo forgets its list of backends with each reset, and under `enable` it does not know this one.
+    """
+    need("torch._dynamo.eval_frame.cached_backends").setdefault(id(backend), backend)
 
 
 comptime = need("torch._dynamo.comptime.comptime")

@@ -464,6 +464,37 @@ def test_forwards_that_wait_take_gradients_without_hooks_once_one_has_failed() -
         torch.testing.assert_close(p.grad, g)
 
 
+def test_a_second_backward_of_a_failed_call_takes_gradients_without_hooks() -> None:
+    torch.manual_seed(0)
+    model, x = Small(), torch.randn(ROWS, DIM)
+    expected = torch.autograd.grad(model(x), [*model.parameters()])
+    shrinks = Hook("shrinks", lambda x: x * 0.3, lambda packed: packed)
+    call = torch.compile(model, backend="aot_hooks", options=ATEN | {"policy": shrinks, "check": True})
+    loss = call(x)
+    with pytest.warns(GradientWarning, match="shrinks") as seen:
+        for i in range(3):
+            found = torch.autograd.grad(loss, [*model.parameters()], retain_graph=i < 2)
+            for g, e in zip(found, expected, strict=True):
+                torch.testing.assert_close(g, e)
+    assert len([w for w in seen if w.category is GradientWarning]) == 1
+
+
+def test_a_check_under_enable_warns_again_after_each_reset_of_dynamo() -> None:
+    """Also while it stays enabled, with an unchanged hook of the user's own."""
+    shrinks = Hook("shrinks", lambda x: x * 0.3, lambda packed: packed)
+    model = made(Small)
+    compiled = torch.compile(model)
+    right = expected(Small)[0]
+    with aot_hooks.enable(shrinks, check=True, options=ATEN):
+        for _ in range(3):
+            with pytest.warns(GradientWarning, match="shrinks"):
+                first, second = train(model, compiled, steps=1), train(model, compiled, steps=1)
+            for got in (first, second):
+                assert error(got[0], right) < 1e-5
+            torch._dynamo.reset()
+            assert not first_step._unpacked.known
+
+
 def test_calls_without_a_backward_keep_nothing() -> None:
     """By reference counts alone: on a GPU nobody waits for the garbage collector."""
     call = torch.compile(Small(), backend="aot_hooks", options=ATEN | {"policy": float8(), "check": True})
