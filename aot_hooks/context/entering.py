@@ -69,7 +69,7 @@ class _Context(contextlib.ContextDecorator):
             pair.count_open(-1)
         _allow()  # as on entry, or the push would have failed
         if has_pending():
-            dynamo.in_python(pack_pending)
+            dynamo.in_python(pack_pending, True)
         setting = context.setting if pair is None else pair.setting
         if unused.is_suspect(setting):
             dynamo.in_python(unused.context_left, setting, saved_count)

@@ -88,6 +88,7 @@ class EagerValue:
         self.packed: _Packed | None = None
         self.answers: _Packed | None = None  # for operators that only compare the numbers, beside rounded ones
         self.state = State.STAYS
+        self.may_be_output = True  # unless it was saved outside of modules
         self.waiting = this_thread()
         self.death: Any = None  # the weak reference that reports the death of `x`
         self.operator = autograd.next_sequence_number()  # greater than that of the operator that saves `x`
@@ -121,7 +122,13 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
         return x  # a tracer runs the program on fake tensors: nothing is saved
     unused.this_thread.saved_count += 1
     find_from(x)
-    pack_pending()
+    held = _held_for(setting, x)
+    pack_pending()  # last: another operator may have saved the same tensor
+    return held
+
+
+def _held_for(setting: Setting, x: torch.Tensor) -> EagerValue | Saved:
+    """What autograd holds in place of `x`."""
     if looks_at_modules(setting.rule):
         note_running_modules()
     outermost = _outermost_frame()
@@ -136,7 +143,7 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     value = _local.seen.get(key)
     if value is None or (value.packed is not None and value.operator != autograd.next_sequence_number()):
         value = _local.seen[key] = EagerValue(x, hook, row, again)
-        _schedule(value, x, in_module=outermost is not None and (setting.scope or SCOPE) == "donated")
+        _schedule(value, x, may_be_output=outermost is not None and (setting.scope or SCOPE) == "donated")
     if _local.saved_by_compiled is not None or not (hook.lossy or again):
         return value
     saved = Saved(value)
@@ -144,14 +151,14 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     return saved
 
 
-def _schedule(value: EagerValue, x: torch.Tensor, *, in_module: bool) -> None:
+def _schedule(value: EagerValue, x: torch.Tensor, *, may_be_output: bool) -> None:
     """Pack `value`, a new one, or note when that can be done."""
     if _local.saved_by_compiled is not None:
         _local.saved_by_compiled.append(value)  # decided when the compiled call returns
         value.state = State.UNDECIDED
-    elif in_module:
-        _decide_at_death(value, x)
-    elif value.hook.lossy or value.again:  # at a later save: until then it may get its name, and its operator is found
+    elif may_be_output or value.hook.lossy:
+        _decide_at_death(value, x, may_be_output)
+    elif value.again:  # at a later save: until then it may get its name
         value.state = State.READY
         _local.pending.append(weakref.ref(value))
     else:
@@ -167,7 +174,7 @@ def unpack_eager(held: Any) -> torch.Tensor:
     if not isinstance(value, EagerValue):
         return value  # type: ignore[no-any-return]
     runs = find_from_backward(value.waiting)
-    if value.state is State.READY:
+    if value.state is State.READY or (value.state is State.UNDECIDED and not value.may_be_output):
         if value.is_read():
             _pack(value)
         elif runs:  # an operator that reads it is not known
@@ -203,29 +210,40 @@ def has_pending() -> bool:
     return bool(_local.pending)
 
 
-def pack_pending() -> None:
-    """Pack the values that are known by now not to be outputs, and whose operators are known."""
+def pack_pending(at_end: bool = False) -> None:
+    """Pack the values that are known by now not to be outputs, and whose operators are known.
+
+    Args:
+        at_end: a context ends.
+    """
     pending, _local.pending = _local.pending, []
     for ref in pending:
         value = ref()
         if value is None:
             continue
+        if at_end and not value.may_be_output and value.state is State.UNDECIDED:
+            value.state = State.READY
         if value.state is State.READY and value.is_read():
             _pack(value)
         elif value.state in (State.READY, State.UNDECIDED):
             _local.pending.append(ref)
 
 
-def _decide_at_death(value: EagerValue, x: torch.Tensor) -> None:
+def _decide_at_death(value: EagerValue, x: torch.Tensor, may_be_output: bool) -> None:
+    """Decide about `value` when the program drops `x`: then no other operator will save it, and no caller gets it.
+
+    Outside of modules nothing is an output, so the end of the context decides, too.
+    """
     ref = weakref.ref(value)
 
     def died(_: Any) -> None:
         value = ref()
         if value is not None and value.state is State.UNDECIDED:
             # while the outermost module runs: an intermediate. After it: the user had it, so it was an output
-            value.state = State.READY if _outermost_frame() is not None else State.STAYS
+            runs = not value.may_be_output or _outermost_frame() is not None
+            value.state = State.READY if runs else State.STAYS
 
-    value.state = State.UNDECIDED
+    value.state, value.may_be_output = State.UNDECIDED, may_be_output
     value.death = weakref.ref(x, died)
     _local.pending.append(ref)
 

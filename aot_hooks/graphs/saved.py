@@ -66,8 +66,8 @@ class SavedTensor:
             storage. () if the backward reads the shape only, None if it may need the numbers themselves.
         value_range: (smallest, largest) number that it can hold, if the forward proves it and all are whole.
         checkpoint_names: the names that `aot_hooks.checkpoint_name` gave it, or the tensor that it is a view of.
-        backward_reads: reads of the backward that are not smooth and need the exact number; () in eager code, whose
-            backward is not known.
+        backward_reads: reads of the backward that are not smooth and need the exact number; () in eager code, where
+            they are known only after the policy has chosen.
     """
 
     name: str
