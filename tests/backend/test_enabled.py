@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.eval_frame as eval_frame
+from oracle import total_error
 from ranks import group_of_one
 from steps import ATEN, BITS
 from torch import nn
@@ -65,11 +66,6 @@ def gradients(fn: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> list
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def error(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    off = sum((a.double() - b.double()).square().sum() for a, b in zip(found, exact, strict=True))
-    return float((off / sum(b.double().square().sum() for b in exact)) ** 0.5)
-
-
 def packed(fn: Any) -> int:
     return sum(plan.saved_bytes - plan.packed_bytes for plan in last_plans(fn))
 
@@ -110,7 +106,7 @@ def test_gradients_are_those_of_eager_in_many_steps_of_changing_shapes(policy: A
         for rows in (32, 32, 48, 16, 48, 7):
             x = torch.randn(rows, 32)
             found, exact = gradients(compiled, model, x), gradients(model, model, x)
-            assert error(found, exact) <= (tolerance or 1e-6)
+            assert total_error(found, exact) <= (tolerance or 1e-6)
         assert packed(compiled) > 0
         assert graph_count() <= 2  # the second is for any number of rows
 
@@ -126,7 +122,7 @@ def test_with_inductor_too(policy: Any, least: float) -> None:
     compiled = torch.compile(model, options={"fallback_random": True})
     with enable(policy):
         found = gradients(compiled, model, x)
-    assert least < error(found, gradients(model, model, x)) < 0.06
+    assert least < total_error(found, gradients(model, model, x)) < 0.06
     assert packed(compiled) > 0
 
 
@@ -135,10 +131,10 @@ def test_without_a_policy_contexts_say() -> None:
     compiled = torch.compile(model)
     exact = gradients(model, model, x)
     with enable(options=ATEN):
-        assert error(gradients(compiled, model, x), exact) < 1e-6
+        assert total_error(gradients(compiled, model, x), exact) < 1e-6
         assert last_plans(compiled) == ()
         with saved_tensors_hooks(BITS):
-            assert error(gradients(compiled, model, x), exact) < 1e-6
+            assert total_error(gradients(compiled, model, x), exact) < 1e-6
         assert "bits" in hooks_of(compiled)
 
 
@@ -173,7 +169,7 @@ def test_each_way_to_compile(how: str) -> None:
     else:
         run = torch.compile(lambda x: model(x))
     with enable(int8(), options=ATEN):
-        assert 1e-6 < error(gradients(run, model, x), exact) < 0.02
+        assert 1e-6 < total_error(gradients(run, model, x), exact) < 0.02
     if how == "regional":
         assert graph_count() == 2  # the first block's input needs no gradient; the others share a graph
         assert packed(model.blocks[0]) > 0
@@ -190,7 +186,7 @@ def test_autocast_and_dropout_are_those_of_the_function(dtype: torch.dtype) -> N
         found = gradients(compiled, model, torch.ones(16, 32))
         torch.manual_seed(3)
         exact = gradients(model, model, torch.ones(16, 32))
-    assert error(found, exact) < 0.01
+    assert total_error(found, exact) < 0.01
     assert packed(compiled) > 0  # masks
 
 
@@ -208,7 +204,7 @@ def test_checkpoints_around_compiled_blocks_recompute_with_the_same_graphs(reent
 
     with enable(lossless(), options=ATEN):
         for _ in range(3):
-            assert error(gradients(run, model, x), exact) < 1e-6
+            assert total_error(gradients(run, model, x), exact) < 1e-6
 
 
 # --- which graphs are used -------------------------------------------------------------------------------------------
@@ -224,7 +220,7 @@ def test_each_policy_has_graphs_of_its_own_and_equal_ones_share_them() -> None:
     def run(policy: Any, scope: str | None = None) -> tuple[int, float]:
         with enable(policy, scope=scope, options=ATEN):
             found = gradients(compiled, model, x)
-        return graph_count(), error(found, exact)
+        return graph_count(), total_error(found, exact)
 
     count, of_float8 = run(float8())
     assert count == 2
@@ -234,7 +230,7 @@ def test_each_policy_has_graphs_of_its_own_and_equal_ones_share_them() -> None:
     for _ in range(3):  # each is found again, without hooks too
         assert run(float8()) == (4, of_float8)
         assert run(int8()) == (4, of_int8)
-        assert error(gradients(compiled, model, x), exact) == 0
+        assert total_error(gradients(compiled, model, x), exact) == 0
     assert graph_count() == 4
 
 
@@ -244,16 +240,16 @@ def test_nested_ones_end_in_any_order() -> None:
     compiled = torch.compile(model)
     exact = gradients(compiled, model, x)
     outer = enable(float8(), options=ATEN)
-    of_outer = error(gradients(compiled, model, x), exact)
+    of_outer = total_error(gradients(compiled, model, x), exact)
     inner = enable(int8(), options=ATEN)
-    of_inner = error(gradients(compiled, model, x), exact)
+    of_inner = total_error(gradients(compiled, model, x), exact)
     assert 0 < of_inner < of_outer
     outer.disable()
     assert inner.is_enabled and not outer.is_enabled
-    assert error(gradients(compiled, model, x), exact) == of_inner
+    assert total_error(gradients(compiled, model, x), exact) == of_inner
     inner.disable()
     inner.disable()
-    assert error(gradients(compiled, model, x), exact) == 0
+    assert total_error(gradients(compiled, model, x), exact) == 0
 
 
 def test_runs_are_counted_with_their_plans() -> None:
@@ -420,7 +416,7 @@ def test_other_backends_are_left_alone() -> None:
     eager = torch.compile(model, backend="eager")
     ours = torch.compile(model, backend="aot_hooks", options=ATEN | {"policy": int8()})
     with pytest.warns(errors.UnusedWarning, match="had no effect"), enable(float8(), options=ATEN):
-        assert error(gradients(eager, model, x), gradients(model, model, x)) < 1e-6
+        assert total_error(gradients(eager, model, x), gradients(model, model, x)) < 1e-6
         gradients(ours, model, x)
     assert hooks_of(ours) == {"int8", "compare", "keep"}
 
@@ -458,9 +454,9 @@ def test_stances_of_torch_keep_their_meaning() -> None:
     with enable(float8(), options=ATEN):
         of_hooks = gradients(compiled, model, x)
         with torch.compiler.set_stance("fail_on_recompile"):
-            assert error(gradients(compiled, model, x), of_hooks) == 0
+            assert total_error(gradients(compiled, model, x), of_hooks) == 0
         with torch.compiler.set_stance("force_eager"):
-            assert error(gradients(compiled, model, x), gradients(model, model, x)) == 0
+            assert total_error(gradients(compiled, model, x), gradients(model, model, x)) == 0
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
         compiled(x)
 
@@ -477,7 +473,7 @@ def test_torchs_caches_miss_for_another_policy_and_hit_for_an_equal_one() -> Non
             found = gradients(compiled, model, x)
         after = aot_hooks.cache_stats()
         return (
-            error(found, gradients(model, model, x)),
+            total_error(found, gradients(model, model, x)),
             after["hits"] - before["hits"],
             after["misses"] - before["misses"],
         )
@@ -512,7 +508,7 @@ def test_ddp_cuts_graphs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled = torch.compile(parallel)
         with enable(float8(), options=ATEN):
             found = gradients(compiled, model, x)
-        assert 1e-6 < error(found, exact) < 0.05
+        assert 1e-6 < total_error(found, exact) < 0.05
         assert packed(compiled) > 0 and len(last_plans(compiled)) > 1
 
 
@@ -539,4 +535,4 @@ def test_less_stays_alive_on_a_gpu(policy: Any) -> None:
     stock, exact = run(contextlib.nullcontext())
     alive, found = run(enable(policy))
     assert alive < 0.75 * stock
-    assert error(found, exact) < 0.1
+    assert total_error(found, exact) < 0.1

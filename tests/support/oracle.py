@@ -26,7 +26,7 @@ import torch
 
 import aot_hooks
 
-__all__ = ["HOOKS", "ROUNDOFF", "TWO_KINDS", "Verdict", "compare", "format_failures"]
+__all__ = ["HOOKS", "ROUNDOFF", "TWO_KINDS", "Verdict", "compare", "format_failures", "total_error"]
 
 FACTOR = 1.5
 EAGER_LOST = "worse, eager lost"
@@ -218,6 +218,12 @@ def relative_error(found: Grads, expected: Grads) -> float:
         (0.0 if d == 0 else d / max(norm, smallest) if max(norm, smallest) else math.inf for d, norm in pairs),
         default=0.0,
     )
+
+
+def total_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """|found - expected| / |expected| of all gradients together, as if they were one vector."""
+    off = sum(float((f.double() - e.double()).square().sum()) for f, e in zip(found, expected, strict=True))
+    return (off / sum(float(e.double().square().sum()) for e in expected)) ** 0.5
 
 
 def format_failures(verdicts: Sequence[Verdict]) -> str:

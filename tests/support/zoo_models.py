@@ -79,9 +79,13 @@ def _language(kind: str, labels: str = "labels", **config: Any) -> Callable[[], 
 
 
 _SIZES: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 128, "initializer_range": 0.1,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+}
 _GROUPED: dict[str, Any] = _SIZES | {"num_key_value_heads": 2}
 _EXPERTS: dict[str, Any] = _GROUPED | {"num_experts_per_tok": 2, "output_router_logits": True}
 
