@@ -1,111 +1,117 @@
-"""The host values that a step may read: a snapshot, compared before each replay.
+"""What a step depends on besides its inputs: a snapshot of what was declared, compared before each replay.
 
-    roots (model, optimizer, ...) --walk--> containers   dicts, lists, closures, globals: what can change
-                                            leaves       path -> value or identity
-                                            tensors      whose memory the graph reads
+    roots          the model, loss function and optimizers; or the step's function; and `state=`
+      |            modules, optimizers, scalers, samplers: their attributes. Functions: their variables
+      v            other objects: their attributes, two objects deep; those of `state=` at any depth
+    leaves         path -> plain value, or identity               "optimizer.param_groups[0]['lr']" -> 0.1
+    tensors        path -> tensor whose memory the graph reads
+    places         path -> where a number is kept, so that a graph can read it on the device; see numbers.py
 
 Containers are compared first: dicts by their version, which Python counts, others entry by entry, by identity. If none
-differs, nothing that the walk reaches has changed. Otherwise leaves are compared: numbers, strings and the like by type
-and value, all else by identity.
+differs, nothing has changed. Otherwise leaves are compared: plain values by type and value, all else by identity.
 
-The walk follows attributes of objects, containers, closures, and globals that the user's own functions name. In
-modules of the user's it follows what these functions name. It does not follow code of torch, of Python and of installed
-packages. If such code is a decorator, the function inside is followed.
+A function's variables are what it closes over, the globals that it names, and its defaults. Classes, modules of Python
+and what a called method reads elsewhere are not looked at: docs/footguns.md lists what goes unnoticed.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import functools
 import operator
-import sys
 import types
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, repeat
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import CudaGraphError
 from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
-from .users_code import (
-    MISSING,
-    PLAIN,
-    class_access,
-    globals_in,
-    imports_of,
-    is_users,
-    is_users_class,
-    is_users_module,
-    is_users_own,
-    names_in,
-    slots_of,
-    users_modules,
-)  # fmt: skip
+from .numbers import Place, Traced
+from .users_code import globals_in, is_users, is_users_class
 
+PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+MISSING = object()
+SET_BY_THE_STEP = "what the step stores there"
+ALL = "[:]"  # of a list, in paths
 MOST_VALUES = 100_000
-MOST_BYTES = 1 << 20  # of an array of NumPy
-# Objects of torch that are followed. Others, such as what Dynamo compiled, change by themselves.
-TORCH_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
+OBJECTS_DEEP = 2  # a config of a trainer is looked at, not all that its logger holds
+ANY_DEPTH = 1_000
 Scheduler = torch.optim.lr_scheduler.LRScheduler  # counts outside of the step; what it sets is the optimizer's
-WRAPPERS = ("__self__", "__func__", "func", "args", "keywords", "fget")  # of methods, partials and properties
+# Objects of torch whose attributes are compared, and which don't count for the depth.
+DECLARED = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, torch.utils.data.Sampler)
+WRAPPERS = ("__self__", "__func__", "func", "args", "keywords", "__wrapped__")  # of methods and partials
 
 
 class CannotCompare(CudaGraphError):
-    """A step reaches host values that can't be compared before each call: too many, or one that raises."""
+    """A step depends on host values that can't be compared before each call: too many, or one that raises."""
+
+
+Entry = tuple[Any, Any]  # a dict and a key, or a list and all of it as a slice
+
+
+class View(NamedTuple):
+    """Variables of a function and the like, which are no container of Python's."""
+
+    read: Callable[[], list[Any]]
+    write: Callable[[list[Any]], Any]
+    saved: list[Any]
 
 
 class HostState:
-    """A snapshot of the host values that can be reached from `roots`. It keeps them alive. Raises `CannotCompare`."""
+    """A snapshot of the host values that can be reached from `roots`. It keeps them alive. Raises `CannotCompare`.
 
-    def __init__(self, roots: Mapping[str, Any], device_type: str, *, follows_schedulers: bool = False) -> None:
-        # By path, such as "optimizer.param_groups[0]['lr']": what is compared, and the objects that were found.
+    Args:
+        roots: what was declared, by the name that messages give it.
+        device_type: of the step's device.
+        outputs: paths at which the step stores tensors: they are no dependency.
+        follows_schedulers: whether attributes of schedulers are compared, too.
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        device_type: str,
+        *,
+        outputs: Collection[str] = (),
+        follows_schedulers: bool = False,
+    ) -> None:
         self.leaves: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
+        self.places: dict[str, Place] = {}
+        self.outputs: dict[str, Entry] = {}  # where the step stores tensors
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.schedulers: dict[str, Scheduler] = {}  # of learning rates; not followed
         self.compiled = False  # whether a function or module was found that Dynamo compiles
-        self.numbers: list[torch.Tensor] = []  # tensors on the CPU, if the step is on another device: versions count
-        self._device_type, self._follows_schedulers = device_type, follows_schedulers
+        self.on_cpu: list[torch.Tensor] = []  # tensors on the CPU, if the step is on another device: versions count
+        self._device_type, self._outputs, self._follows_schedulers = device_type, outputs, follows_schedulers
         self._objects: list[Any] = []  # whose class is compared
-        self._functions: list[types.FunctionType] = []  # whose code and defaults are compared
+        self._owners: list[Any] = []  # whose `__dict__` could be replaced
         self._dicts: list[dict[Any, Any]] = []
+        self._paths: list[str] = []  # of `_dicts`
         self._lists: list[Any] = []
-        # Containers of other kinds: a function that reads their values, one that puts values back, and the values.
-        self._views: list[tuple[Callable[[], list[Any]], Callable[[list[Any]], Any], list[Any]]] = []
-        self._arrays: list[tuple[Any, _Content]] = []  # of NumPy and the like
+        self._views: list[View] = []
         self._ordered: list[OrderedDict[Any, Any]] = []  # `move_to_end` counts no version
-        self._owners: dict[int, Any] = {}  # objects whose `__dict__` could be replaced
-        self._spaces: dict[int, dict[str, Any]] = {}  # of modules, which may get more names
         self._seen: dict[int, tuple[Any, str]] = {}
-        self._waiting: deque[tuple[str, Any]] = deque(
-            {**roots, "all modules and optimizers": torch_cuda.global_hooks()}.items()
+        self._shallow: set[int] = set()  # objects that were too deep to be followed where they were first found
+        all_roots = {**roots, "all modules and optimizers": torch_cuda.global_hooks()}
+        self._waiting = deque(
+            (path, value, ANY_DEPTH if path == "state" else OBJECTS_DEEP) for path, value in all_roots.items()
         )
-        # Modules that are attributes: path, module, and the names that are watched there.
-        self._modules: dict[int, tuple[str, types.ModuleType, set[str]]] = {}
-        while self._waiting or self._found_in_modules():
-            path, value = self._waiting.popleft()
-            try:
-                self._visit(path, value)
-            except CannotCompare:
-                raise
-            except Exception as error:  # code of the user's, such as a property or `__repr__`
-                raise CannotCompare(f"reaches {path}, which raises {type(error).__name__}: {error}") from error
-            if len(self.leaves) > MOST_VALUES:
-                raise CannotCompare(f"reaches more than {MOST_VALUES} host values, such as {path}")
-        if owners := [*self._owners.values()]:
-            put_back = functools.partial(_call_for_each, _put_dict_back, owners)
-            self._views.append((lambda: [*map(_DICT, owners)], put_back, [*map(_DICT, owners)]))
+        self._walk()
         self._items, self._lengths = [*chain.from_iterable(self._lists)], [*map(len, self._lists)]
-        self._classes, self._parts = [*map(type, self._objects)], [*map(FUNCTION_PARTS, self._functions)]
+        self._classes, self._attribute_dicts = [*map(type, self._objects)], [*map(ATTRIBUTES, self._owners)]
         self._copies = [each.copy() for each in (*self._dicts, *self._lists)]
         self._order = [*chain.from_iterable(self._ordered)]
-        self._sizes = [*map(len, self._spaces.values())]
         self._full, self._empty = [d for d in self._dicts if d], [d for d in self._dicts if not d]
+        self._indices = {id(d): i for i, d in enumerate(self._full)}
+        self._copy_of = {id(d): copy for d, copy in zip(self._dicts, self._copies, strict=False)}
         self._hooked = [x for x in self.tensors.values() if x.requires_grad]
         self._hooks = [*map(torch_cuda.gradient_hooks, self._hooked)]
         self.note_versions()
@@ -119,9 +125,9 @@ class HostState:
         return HostState(self.schedulers, self._device_type, follows_schedulers=True)
 
     def note_versions(self) -> None:
-        """Note the versions of dicts and numbers. Call it when all values are those of the snapshot again."""
+        """Note the versions of dicts and of tensors on the CPU. Call it when all values are those of the snapshot."""
         self._versions = [*map(torch_cuda.dict_version, self._full)]
-        self._number_versions = [x._version for x in self.numbers]
+        self._cpu_versions = [x._version for x in self.on_cpu]
 
     def unchanged(self) -> bool:
         """Whether every container holds the very objects of the snapshot."""
@@ -129,233 +135,237 @@ class HostState:
             [*map(torch_cuda.dict_version, self._full)] == self._versions
             and not any(self._empty)
             and [*map(len, self._lists)] == self._lengths
-            and [*map(len, self._spaces.values())] == self._sizes
             and all(map(is_, chain.from_iterable(self._lists), self._items))
             and all(map(is_, chain.from_iterable(self._ordered), self._order))
             and all(map(is_, map(type, self._objects), self._classes))
-            and all(map(is_, chain(*map(FUNCTION_PARTS, self._functions)), chain(*self._parts)))
+            and all(map(is_, map(ATTRIBUTES, self._owners), self._attribute_dicts))
             and [*map(torch_cuda.gradient_hooks, self._hooked)] == self._hooks
             and all(_same(read(), saved) for read, _, saved in self._views)
-            and all(_content(value) == saved for value, saved in self._arrays)
-            and [x._version for x in self.numbers] == self._number_versions
+            and [x._version for x in self.on_cpu] == self._cpu_versions
         )
 
     def differences(self, after: HostState) -> dict[str, str]:
         """What differs in `after`, by path, as text: "True became False"."""
         paths = dict.fromkeys([*self.leaves, *after.leaves])
         pairs = ((path, self.leaves.get(path, MISSING), after.leaves.get(path, MISSING)) for path in paths)
-        return {path: f"{self._text(old)} became {after._text(new)}" for path, old, new in pairs if old != new}
+        return {path: self._text(old, after, new) for path, old, new in pairs if old != new}
 
-    def _text(self, leaf: Any) -> str:
-        if leaf is MISSING:
-            return "nothing"
+    def _text(self, old: Any, after: HostState, new: Any) -> str:
+        if old is MISSING or new is MISSING:
+            leaf, text = (self, old) if new is MISSING else (after, new)
+            return f"{'nothing' if leaf is after else leaf._name(text)} became " + (
+                leaf._name(text) if leaf is after else "nothing"
+            )
+        before, now = self._name(old), after._name(new)
+        return f"it is another {now.partition(' ')[2]} now" if before == now else f"{before} became {now}"
+
+    def _name(self, leaf: Any) -> str:
         if isinstance(leaf, tuple):
             return str(float.fromhex(leaf[1])) if leaf[0] is float else repr(leaf[1])
         if isinstance(leaf, int):  # the identity of an object
-            return f"a {type(self._seen[leaf][0]).__name__} at 0x{leaf:x}"
-        return str(getattr(leaf, "__name__", leaf))
+            value = self._seen[leaf][0]
+            return f"a function {value.co_name}" if isinstance(value, types.CodeType) else f"a {type(value).__name__}"
+        return f"a {leaf.__name__}" if isinstance(leaf, type) else str(leaf)
 
     def accept(self, container: dict[Any, Any], key: Any) -> None:
         """Replace the snapshot's value of `container[key]` by the current one."""
-        for each, copy in zip(self._dicts, self._copies, strict=False):
-            if each is container:
-                copy[key] = each[key]
-                if _same(each, copy) and _same(each.values(), copy.values()):
-                    self._versions[[*map(id, self._full)].index(id(each))] = torch_cuda.dict_version(each)
+        copy = self._copy_of.get(id(container))
+        if copy is not None:
+            copy[key] = container[key]
+            if id(container) in self._indices and _same(container, copy) and _same(container.values(), copy.values()):
+                self._versions[self._indices[id(container)]] = torch_cuda.dict_version(container)
+
+    def stored(self) -> dict[str, Entry]:
+        """Entries of dicts, and lists, that hold other values than in the snapshot, by path."""
+        entries = {
+            _entry(path, container, key): (container, key)
+            for path, container in zip(self._paths, self._dicts, strict=True)
+            for key, value in container.items()
+            if self._copy_of[id(container)].get(key, MISSING) is not value
+        }
+        copies = zip(self._lists, self._copies[len(self._dicts) :], strict=True)
+        others = [each for each, copy in copies if isinstance(each, list) and not _same(each, copy)]
+        return entries | {f"{self._seen[id(each)][1]}{ALL}": (each, slice(None)) for each in others}
 
     def restore(self) -> None:
         """Put back the contents of containers: of all, also if some raise."""
         with contextlib.ExitStack() as stack:
-            for each in self._arrays:
-                stack.callback(_restore_array, *each)
             for view in self._views:
                 stack.callback(_restore_view, *view)
             for container, copy in zip((*self._dicts, *self._lists), self._copies, strict=True):
                 stack.callback(_restore_container, container, copy)
+            for owner, own in zip(self._owners, self._attribute_dicts, strict=True):
+                if owner.__dict__ is not own:
+                    stack.callback(object.__setattr__, owner, "__dict__", own)
 
     # --- the walk
 
-    def _visit(self, path: str, value: Any) -> None:
+    def _walk(self) -> None:
+        while self._waiting:
+            path, value, depth = self._waiting.popleft()
+            try:
+                self._visit(path, value, depth)
+            except CannotCompare:
+                raise
+            except Exception as error:  # code of the user's, such as a property or `__repr__`
+                raise CannotCompare(f"depends on {path}, which raises {type(error).__name__}: {error}") from error
+            if len(self.leaves) > MOST_VALUES:
+                raise CannotCompare(f"depends on more than {MOST_VALUES} host values, such as {path}")
+
+    def _visit(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, PLAIN):
             self.leaves[path] = type(value), value.hex() if isinstance(value, float) else value
-            own = None if type(value) in PLAIN else getattr(value, "__dict__", None)
-            if isinstance(own, dict) and id(value) not in self._seen and is_users_class(type(value)):
-                self._seen[id(value)] = value, path
-                self._dict(path, ".{}", own)
+        elif isinstance(value, Traced):  # a number of a capture, where the step itself has stored it
+            self.leaves[path] = f"a number that the step computes from {value.name}"
         elif value is MISSING:
             self.leaves[path] = MISSING
-        elif id(value) in self._seen:
-            self.leaves[path] = f"what {self._seen[id(value)][1]} is"
-        else:
+        elif id(value) not in self._seen:
             self._seen[id(value)] = value, path  # alive, so that no other object gets its id
             self.leaves[path] = id(value)
-            self._follow(path, value)
+            self._follow(path, value, depth)
+        else:
+            self.leaves[path] = f"what {self._seen[id(value)][1]} is"
+            if depth and id(value) in self._shallow:
+                self._shallow.discard(id(value))
+                self._attributes(path, value, depth - 1)
 
-    def _follow(self, path: str, value: Any) -> None:
+    def _follow(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, torch.Tensor):
-            self.tensors[path] = value
-            if value.device.type == "cpu" != self._device_type:
-                self.leaves[path] = f"version {value._version} of {id(value)}"
-                self.numbers.append(value)
-            self._dict(path, ".{}", value.__dict__)
-            if value.requires_grad:
-                self._later(path, ".{}", ("hooks", "hooks after accumulation"), torch_cuda.gradient_hooks(value))
-        elif isinstance(value, (dict, list, deque, set, tuple, frozenset)):
+            self._tensor(path, value)
+        elif isinstance(value, (dict, list, deque, set, tuple, frozenset, types.MappingProxyType)):
             self.leaves[path] = type(value)  # not its id: an equal dict in its place is no change
-            if isinstance(value, dict):
-                if len(value) > 1:
-                    order = [key if isinstance(key, PLAIN) else n for n, key in enumerate(value)]
-                    self.leaves[f"{path}, its order"] = repr(order)
-                if isinstance(value, OrderedDict) and len(value) > 1:
-                    self._ordered.append(value)
-                if isinstance(value, defaultdict):
-                    self._view(path, ["default_factory"], lambda: [value.default_factory])
-                self._dict(path, "[{!r}]", value)
-            else:
-                if isinstance(value, (list, deque, set)):
-                    self._lists.append(value)
-                self._later(path, "[{}]", range(len(value)), value)
-            if type(value).__module__ not in ("builtins", "collections") and is_users_class(type(value)):
-                self._dict(path, ".{}", getattr(value, "__dict__", {}))
-        elif isinstance(value, types.MappingProxyType):
-            self.leaves[path] = type(value)
-            self._view(path, map(str, range(2 * len(value))), lambda: [*value, *value.values()])
-        elif isinstance(value, (bytearray, array.array)) or hasattr(type(value), "__array_interface__"):
-            if (size := getattr(value, "nbytes", 0)) > MOST_BYTES:
-                raise CannotCompare(f"{path} is an array of {size} bytes, too many to compare; give it as an input")
-            self._arrays.append((value, content := _content(value)))
-            self.leaves[path] = f"{type(value).__name__} with hash {hash(content)}"
+            self._container(path, value, depth)
         elif isinstance(value, types.FunctionType):
-            self._function(path, value)
-        elif isinstance(value, (types.MethodType, functools.partial, staticmethod, classmethod, property)):
+            self._function(path, value, depth)
+        elif isinstance(value, (types.MethodType, functools.partial)):
             self.leaves[path] = type(value)
             names = [name for name in WRAPPERS if hasattr(value, name)]
-            self._later(path, ".{}", names, [getattr(value, name) for name in names])
-        elif isinstance(value, type):
-            if is_users_class(value):
-                for cls in (*value.__mro__[1:-1], type(value)):
-                    self._waiting.append((f"{cls.__module__}.{cls.__qualname__}", cls))
-                own = {name: x for name, x in vars(value).items() if is_users_own(name, x)}
-                self._later(path, ", {}", own, own.values())
-                self._views.append((*class_access(value), [*vars(value), *vars(value).values()]))
-        elif isinstance(value, types.ModuleType):
-            if is_users_module(value):
-                self._modules[id(value)] = path, value, set()
-        elif hasattr(type(value), "host_roots"):  # a whole step within this one
-            self._later(path, ".{}", *zip(*value.host_roots().items(), strict=True))
-            names = [name for name in vars(value) if name not in value.own_names]
-            self._view(path, names, lambda: [x for name, x in vars(value).items() if name not in value.own_names])
+            self._later(path, ".{}", [name.strip("_") for name in names], [getattr(value, n) for n in names], depth)
         elif isinstance(value, types.BuiltinMethodType):
             if not isinstance(value.__self__, types.ModuleType):
-                self._waiting.append((f"{path}.__self__", value.__self__))
+                self._waiting.append((f"{path}.__self__", value.__self__, depth))
+        elif hasattr(type(value), "host_roots"):  # a whole step within this one
+            roots = value.host_roots()
+            self._later(path, ".{}", roots, roots.values(), depth)
         elif isinstance(value, Scheduler) and not self._follows_schedulers:
             self.schedulers[path] = value
-        elif isinstance(value, (*TORCH_OBJECTS, Scheduler)) or is_users_class(type(value)):
+        elif isinstance(value, (*DECLARED, Scheduler)):
             if isinstance(value, torch.optim.Optimizer):
                 self.optimizers[path] = value
             self.compiled |= compilers.is_compiled_module(value)
-            self._objects.append(value)
-            for cls in type(value).__mro__[:-1]:
-                self._waiting.append((f"{cls.__module__}.{cls.__qualname__}", cls))
-                slots = slots_of(cls)
-                read = functools.partial(lambda slots: [getattr(value, slot, MISSING) for slot in slots], slots)
-                self._view(path, slots, read, functools.partial(_call_for_each, _put_into_slot, repeat(value), slots))
-            if isinstance(getattr(value, "__dict__", None), dict):
-                if value.__dict__ is value.__dict__:  # a property may make a dict in each call
-                    self._owners[id(value)] = value
-                self._dict(path, ".{}", value.__dict__)
+            self._attributes(path, value, OBJECTS_DEEP if depth < ANY_DEPTH - OBJECTS_DEEP else depth)
             if isinstance(value, torch.jit.ScriptModule):  # its tensors are in no dict
                 names = [name for name, _ in (*value.named_parameters(), *value.named_buffers())]
-                self._view(path, names, lambda: [*value.parameters(), *value.buffers()])
+                self._view(path, names, lambda: [*value.parameters(), *value.buffers()], depth=depth)
+        elif isinstance(value, type | types.ModuleType) or not is_users_class(type(value)):
+            return
+        elif depth:
+            self._attributes(path, value, depth - 1)
+        else:
+            self._shallow.add(id(value))
 
-    def _found_in_modules(self) -> bool:
-        """Follow what the functions found so far may read of modules that are attributes. Whether there is more."""
-        names = frozenset[str]().union(*(names_in(function.__code__) for function in self._functions))
-        for path, module, known in self._modules.values():
-            new = names.intersection(vars(module)) - known
-            known |= new
-            self._in_module(path, module, sorted(new))
-        return bool(self._waiting)
+    def _tensor(self, path: str, value: torch.Tensor) -> None:
+        self.tensors[path] = value
+        if value.device.type == "cpu" != self._device_type:
+            self.leaves[path] = f"version {value._version} of {id(value)}"
+            self.on_cpu.append(value)
+        if value.requires_grad:
+            self._later(path, ".{}", ("hooks", "hooks after accumulation"), torch_cuda.gradient_hooks(value), 0)
 
-    def _later(self, path: str, how: str, names: Iterable[Any], values: Iterable[Any]) -> None:
-        self._waiting.extend((path + how.format(name), value) for name, value in zip(names, values, strict=True))
+    def _container(self, path: str, value: Any, depth: int) -> None:
+        if isinstance(value, dict):
+            if len(value) > 1:
+                order = [key if isinstance(key, PLAIN) else n for n, key in enumerate(value)]
+                self.leaves[f"{path}, its order"] = repr(order)
+            if isinstance(value, OrderedDict) and len(value) > 1:
+                self._ordered.append(value)
+            self._dict(path, value, depth)
+        elif isinstance(value, types.MappingProxyType):
+            self._view(path, [*map(str, value)], lambda: [*value.values()], depth=depth)
+        elif (name := f"{path}{ALL}") in self._outputs and isinstance(value, list) and torch_cuda.tensors_among(value):
+            self.leaves[name], self.outputs[name] = SET_BY_THE_STEP, (value, slice(None))
+        else:
+            if name in self._outputs:  # the list is empty, say
+                self.outputs[name] = value, slice(None)
+            if isinstance(value, (list, deque, set)):
+                self._lists.append(value)
+            self._later(path, "[{}]", range(len(value)), value, depth)
+        if isinstance(getattr(value, "__dict__", None), dict) and is_users_class(type(value)):
+            self._attributes(path, value, depth)
 
-    def _dict(self, path: str, how: str, value: dict[Any, Any]) -> None:
+    def _attributes(self, path: str, value: Any, depth: int) -> None:
+        self._objects.append(value)
+        self.leaves[f"{path}, its class"] = type(value)
+        if isinstance(getattr(value, "__dict__", None), dict):
+            if value.__dict__ is value.__dict__:  # a property may make a dict in each call
+                self._owners.append(value)
+            self._dict(path, value.__dict__, depth, of=value)
+
+    def _dict(self, path: str, value: dict[Any, Any], depth: int, of: Any = None) -> None:
         self._dicts.append(value)
-        self._later(path, how, [key if isinstance(key, PLAIN) else n for n, key in enumerate(value)], value.values())
-        others = {n: key for n, key in enumerate(value) if not isinstance(key, PLAIN)}
-        self._later(path, ".keys[{}]", others, others.values())
+        self._paths.append(path if of is None else f"{path}.")
+        for key, entry in value.items():
+            name = _entry(self._paths[-1], value, key)
+            if not isinstance(key, PLAIN):
+                self._waiting.append((f"{path}.keys[{name.rpartition('[')[2]}", key, depth))
+            if name in self._outputs:
+                self.outputs[name] = value, key
+                if torch_cuda.tensors_among(entry):
+                    self.leaves[name] = SET_BY_THE_STEP
+                    continue
+            if type(entry) in (int, float):
+                self.places[name] = Place(value, key)
+            elif type(entry) is tuple and {*map(type, entry)} <= {int, float}:
+                self.places.update({f"{name}[{i}]": Place(value, key, i) for i in range(len(entry))})
+            self._waiting.append((name, entry, depth))
+
+    def _later(self, path: str, how: str, names: Iterable[Any], values: Iterable[Any], depth: int) -> None:
+        self._waiting.extend((path + how.format(n), value, depth) for n, value in zip(names, values, strict=True))
 
     def _view(
         self,
         path: str,
-        names: Iterable[str],
+        names: Sequence[str],
         read: Callable[[], list[Any]],
         write: Callable[[list[Any]], Any] = lambda _: None,
         *,
-        by_name: bool = False,
+        depth: int,
     ) -> None:
-        """Watch the values that `read` returns, and follow them: modules only where code names what it reads there."""
-        saved = read()
-        if saved:
-            self._views.append((read, write, saved))
-            is_module = by_name and types.ModuleType
-            self._later(
-                path, ", {}", names, [x.__name__ if is_module and isinstance(x, is_module) else x for x in saved]
-            )
+        """Watch the values that `read` returns, and follow them."""
+        if names:
+            self._views.append(View(read, write, read()))
+            self._later(path, ", {}", names, self._views[-1].saved, depth)
 
-    def _in_module(self, path: str, module: types.ModuleType, names: Iterable[str]) -> None:
-        """Watch and follow those of `names` that `module` has, and notice when it gets more."""
-        space = vars(module)
-        self._spaces[id(space)] = space
-        self._named(path, space, [name for name in names if name in space])
-
-    def _named(self, path: str, space: dict[str, Any], names: Sequence[str]) -> None:
-        """Watch and follow `names` in `space`. Those that are not there may come later."""
-        write = functools.partial(_call_for_each, functools.partial(_put_into_dict, space), names)
-        self._view(path, names, lambda: [space.get(name, MISSING) for name in names], write, by_name=True)
-
-    def _function(self, path: str, function: types.FunctionType) -> None:
+    def _function(self, path: str, function: types.FunctionType, depth: int) -> None:
         inner, is_compiled = compilers.inside_wrapper(function)
         self.compiled |= is_compiled
         if inner is not None:
-            self._waiting.append((path, inner))
+            self._waiting.append((path, inner, depth))
             return
         code, space = function.__code__, function.__globals__
-        named = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        cells = dict(named)
-        if not is_users(code.co_filename):  # it may be a decorator around a function of the user's
-            inside = {name: _value_in(cell) for name, cell in cells.items()}
-            inside["__wrapped__"] = getattr(function, "__wrapped__", None)
-            inside = {name: x for name, x in inside.items() if isinstance(x, INSIDE) or is_users_class(type(x))}
-            self._later(path, ".{}", inside, inside.values())
-            return
-        self._functions.append(function)
         self.leaves[path] = id(code)  # not the function's id: it may be made anew in each step
         self._seen[id(code)] = code, path
-        write = functools.partial(_call_for_each, _put_into, cells.values())
-        self._view(path, cells, lambda: [*map(_value_in, cells.values())], write, by_name=True)
-        names = sorted(names_in(code))
-        self._named(path, space, sorted(globals_in(code)))
-        imported = map(sys.modules.get, imports_of(code, space.get("__package__") or ""))
-        known = [*map(space.get, names), *imported, *map(_value_in, cells.values())]
-        for module in users_modules(known, names):
-            self._in_module(f"{path}, {module.__name__}", module, names)
-        self._dict(path, ".{}", function.__dict__)
-        names = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name, None)]
-        self._later(path, ".{}", names, [getattr(function, name) for name in names])
+        cells = function.__closure__ or ()
+        write = functools.partial(_call_for_each, _put_into_cell, cells)
+        self._view(path, code.co_freevars, lambda: [*map(_value_in, cells)], write, depth=depth)
+        if is_users(code.co_filename):
+            names = globals_in(code)
+            write = functools.partial(_call_for_each, functools.partial(_put_into_dict, space), names)
+            self._view(path, names, lambda: [space.get(name, MISSING) for name in names], write, depth=depth)
+            self._view(path, ("code", "defaults", "keywords"), lambda: [*FUNCTION_PARTS(function)], depth=depth)
+        if hasattr(function, "__wrapped__"):
+            self._waiting.append((f"{path}.__wrapped__", function.__wrapped__, depth))
 
 
-INSIDE = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)  # followed in a decorator
+ATTRIBUTES = operator.attrgetter("__dict__")
 FUNCTION_PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
-_DICT = operator.attrgetter("__dict__")
-
-
-def _put_dict_back(owner: Any, saved: dict[str, Any]) -> None:
-    if owner.__dict__ is not saved:
-        object.__setattr__(owner, "__dict__", saved)
+def _entry(path: str, container: dict[Any, Any], key: Any) -> str:
+    """The path of an entry of a dict. A path that ends in a dot is that of an object with attributes."""
+    if path.endswith("."):
+        return f"{path}{key}"
+    return f"{path}[{key!r}]" if isinstance(key, PLAIN) else f"{path}[{[*map(id, container)].index(id(key))}]"
 
 
 def _value_in(cell: types.CellType) -> Any:
@@ -365,18 +375,11 @@ def _value_in(cell: types.CellType) -> Any:
         return MISSING
 
 
-def _put_into(cell: types.CellType, value: Any) -> None:
+def _put_into_cell(cell: types.CellType, value: Any) -> None:
     if value is not MISSING:
         cell.cell_contents = value
     elif _value_in(cell) is not MISSING:
         del cell.cell_contents
-
-
-def _put_into_slot(owner: Any, slot: str, value: Any) -> None:
-    if value is not MISSING:
-        setattr(owner, slot, value)
-    elif hasattr(owner, slot):
-        delattr(owner, slot)
 
 
 def _put_into_dict(space: dict[str, Any], name: str, value: Any) -> None:
@@ -387,7 +390,7 @@ def _put_into_dict(space: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _call_for_each(function: Callable[..., Any], *arguments: Iterable[Any]) -> None:
-    for each in zip(*arguments, strict=False):  # `repeat` has no end
+    for each in zip(*arguments, strict=True):
         function(*each)
 
 
@@ -410,26 +413,3 @@ def _restore_container(each: Any, saved: Any) -> None:
 def _restore_view(read: Callable[[], list[Any]], write: Callable[[list[Any]], Any], saved: list[Any]) -> None:
     if not _same(read(), saved):
         write(saved)
-
-
-def _restore_array(value: Any, saved: _Content) -> None:
-    if _content(value) == saved:
-        return
-    content, shape, dtype = saved
-    if shape is None:
-        memoryview(value).cast("B")[:] = content
-        return
-    numpy = sys.modules["numpy"]
-    if value.dtype != dtype:
-        value.dtype = dtype
-    if value.shape != shape:
-        value.shape = shape
-    value[...] = numpy.frombuffer(content, dtype).reshape(shape)  # it may be a view with steps
-
-
-_Content = tuple[bytes, Any, Any]  # bytes, shape, dtype
-
-
-def _content(value: Any) -> _Content:
-    content = value.tobytes() if hasattr(value, "tobytes") else bytes(value)
-    return content, getattr(value, "shape", None), getattr(value, "dtype", None)

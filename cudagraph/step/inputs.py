@@ -15,6 +15,9 @@ from .. import counters
 from ..torch_private import cuda as torch_cuda
 from ..tree.function import key_value
 from ..tree.liveness import copy_preserving_layout, destinations_of
+from .host import DECLARED, Scheduler
+
+OBJECTS = (*DECLARED, Scheduler)  # whose state is compared like that of what the step closes over
 
 
 def flat_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
@@ -32,7 +35,11 @@ def arguments_of(flat: Sequence[Any], spec: Any) -> Any:
 def key_of(flat: Sequence[Any], spec: Any) -> tuple[Any, ...]:
     """The key of a call; one recording serves calls of one key: layouts, dtypes, devices of tensors; other values."""
     return spec, *[
-        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if type(x) is torch.Tensor else key_value(x)
+        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+        if type(x) is torch.Tensor
+        else (type(x), id(x))  # the snapshot keeps it alive
+        if isinstance(x, OBJECTS)
+        else key_value(x)
         for x in flat
     ]
 
@@ -54,6 +61,11 @@ def changing_number(key: tuple[Any, ...], others: Iterable[tuple[Any, ...]]) -> 
     return f"input {i - 1} is another {kind.__name__}" if isinstance(kind, type) else None
 
 
+def objects_in(flat: Sequence[Any]) -> dict[str, Any]:
+    """The modules, optimizers and the like among the arguments, by the name that messages give them."""
+    return {f"input {i}": x for i, x in enumerate(flat) if isinstance(x, OBJECTS)}
+
+
 def reason_against(flat: Sequence[Any]) -> str | None:
     """Why a call with these arguments runs without a graph; None if nothing speaks against one."""
     for i, x in enumerate(flat):
@@ -62,8 +74,8 @@ def reason_against(flat: Sequence[Any]) -> str | None:
                 return f"input {i} requires a gradient"
             if type(x) is not torch.Tensor or x.layout is not torch.strided:
                 return f"input {i} is a {type(x).__name__} of layout {x.layout}"
-        elif not isinstance(x, (bool, int, float, str, bytes, type(None))):
-            return f"input {i} is a {type(x).__name__}, no tensor, number or string; let the step close over it"
+        elif not isinstance(x, (bool, int, float, str, bytes, type(None), *OBJECTS)):
+            return f"input {i} is a {type(x).__name__}, no tensor, number, string or module; let the step close over it"
     return None
 
 

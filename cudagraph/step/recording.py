@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,10 @@ from ..tree.node import Cursor
 from ..tree.record import Snapshot
 from ..tree.tree import one_capture
 from .gradients import Gradients, LastGradients
-from .host import HostState
+from .host import ALL, HostState
 from .inputs import Inputs, arguments_of
+from .numbers import Numbers, Place, Traced
+from .outputs import ChangesValue, Outputs, is_storable
 from .randomness import HostRandom
 from .watch import OperatorWatch
 
@@ -45,44 +47,12 @@ def settings() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-class Rate:
-    """A learning rate that changed between calls, so that the graph reads it from the device."""
+class Unforeseen(CannotCapture):
+    """The step stores tensors at `outputs`, or changes numbers at `numbers`: another capture can allow for that."""
 
-    def __init__(self, group: dict[str, Any], device: torch.device) -> None:
-        wide = any(x.dtype is torch.float64 for x in group["params"])
-        self.group, self.value = group, group["lr"]
-        self.tensor = torch.tensor(self.value, dtype=torch.float64 if wide else torch.float32, device=device)
-
-
-def rates_of(host: HostState) -> dict[str, dict[str, Any]]:
-    """The groups of all optimizers whose learning rate is a number, by the path of that number."""
-    return {
-        f"{path}.param_groups[{i}]['lr']": group
-        for path, optimizer in host.optimizers.items()
-        for i, group in enumerate(optimizer.param_groups)
-        if type(group.get("lr")) in (float, int)
-    }
-
-
-class ChangesValue(CannotCapture):
-    """The step itself changes the host value at `path` each time."""
-
-    def __init__(self, path: str, how: str, *, is_tensor: bool) -> None:
-        way_out = "return it instead of keeping it there" if is_tensor else "change it outside of the step"
-        super().__init__(f"changes {path} each time, which a replay would not: {how}; {way_out}")
-        self.path = path
-
-
-@contextlib.contextmanager
-def on_device(rates: Sequence[Rate]) -> Iterator[None]:
-    """A context in which optimizers find the tensors of `rates` as their learning rates."""
-    try:
-        for rate in rates:
-            rate.group["lr"] = rate.tensor
-        yield
-    finally:
-        for rate in rates:
-            rate.group["lr"] = rate.value
+    def __init__(self, outputs: Collection[str], numbers: Collection[str]) -> None:
+        super().__init__(f"stores {', '.join([*outputs, *numbers])}")
+        self.outputs, self.numbers = outputs, numbers
 
 
 @contextlib.contextmanager
@@ -111,7 +81,8 @@ class StepRecording:
 
     key: tuple[Any, ...]  # see `key_of`
     host: HostState
-    rates: Mapping[str, Rate]  # learning rates that the graph reads on the device, by their paths in `host`
+    numbers: Numbers  # of the host, which the graph reads on the device
+    outputs: Outputs  # tensors that the step stores
     inputs: Inputs
     gradients: Gradients
     tensors: list[torch.Tensor]  # those that the graph may read where they are
@@ -128,6 +99,7 @@ class StepRecording:
 
     def __post_init__(self) -> None:
         self.launch = self.cursor.driver.launcher(self.graph)
+        self.replays = 0
         self._addresses = [x.data_ptr() for x in self.tensors]
         self._indices = list(range(len(self.tensors)))
         self._guard, self._global_guard = torch_cuda.tensor_guard(self.tensors), torch_cuda.global_guard()
@@ -147,21 +119,17 @@ class StepRecording:
         if key != self.key or not self._global_guard() or settings() != self._settings or torch_cuda.dispatch_modes():
             return False
         if now is not None:
-            groups = rates_of(now)
-            if not self.host.differences(now).keys() <= self.rates.keys() <= groups.keys():
+            if not self.host.differences(now).keys() <= self.numbers.places.keys() <= now.places.keys():
                 return False
             self.host = now
-            for path, rate in self.rates.items():  # an optimizer whose state was loaded has other groups
-                rate.group = groups[path]
-        for rate in self.rates.values():
-            value = rate.group["lr"]
-            if value is not rate.value:
-                if type(value) not in (float, int):
-                    return False
-                self.cursor.follow_stream()  # the replay before may still read it
-                rate.tensor.fill_(value)
-                rate.value = value
-                self.host.accept(rate.group, "lr")
+            self.numbers.follow(now.places)
+            self.outputs.follow(now.outputs)
+        if self.numbers:
+            changed, holds = self.numbers.read()
+            for place in changed:
+                self.host.accept(place.container, place.key)
+            if not holds:
+                return False
         if not self.host.unchanged():
             return False
         return (
@@ -175,14 +143,22 @@ class StepRecording:
         """Run the step on the inputs `flat`, after `applies`. What it returns is in memory of its own."""
         self.cursor.follow_stream()
         self.inputs.copy(flat)
+        if self.numbers:
+            self.numbers.fill()
         self.launch()
         counters.counts["replays"] += 1
+        self.replays += 1
         self.gradients.assign()
+        results = [
+            x.clone() if isinstance(x, torch.Tensor) else x.value() if isinstance(x, Traced) else x
+            for x in self.results
+        ]
+        for container, key, *_ in (*self.outputs.assign(), *self.numbers.assign()):
+            self.host.accept(container, key)
         if self.update is not None:
             self.update()
         if self.written:
             torch.autograd.graph.increment_version(self.written)  # as the step does: autograd may have saved one
-        results = [x.clone() if isinstance(x, torch.Tensor) else x for x in self.results]
         return torch_cuda.unflatten(results, self.result_spec)
 
     def close(self) -> None:
@@ -236,7 +212,7 @@ def record(
     *,
     take_snapshot: Callable[[], HostState],
     host: HostState,
-    rate_groups: Mapping[str, dict[str, Any]],
+    number_paths: Collection[str],
     blocks_of_others: set[int],
     gradients_in_use: set[StorageWeakRef],
     last_gradients: LastGradients,
@@ -249,13 +225,14 @@ def record(
         update: runs after each replay, outside of the graph.
         key, flat, spec: see `key_of` and `flat_arguments`.
         take_snapshot: takes a snapshot of host values; `host` is that of now.
-        rate_groups: groups of optimizers whose learning rate the graph reads on the device, by the path of the rate.
+        number_paths: of numbers that the graph reads on the device, if it can.
         blocks_of_others: addresses in the pool that other recordings keep.
         gradients_in_use: gradients of other recordings, whose memory is among `blocks_of_others`.
         last_gradients, reads_gradients: see `Gradients`.
         calls_compiled: whether the step has called a function that Dynamo compiles.
 
-    Raises `CannotCapture` with a reason against the capture, or the capture's own error.
+    Raises `CannotCapture` with a reason against the capture, or the capture's own error; `Unforeseen`, if it would
+    succeed with other numbers or outputs.
     """
     device = cursor.device
     for path, x in host.tensors.items():
@@ -264,41 +241,43 @@ def record(
     tensors = [*host.tensors.values()]
     snapshot = Snapshot(tensors, [x for x in host.objects() if isinstance(x, torch.Generator) and x.device == device])
     versions = [None if x.is_inference() else x._version for x in tensors]
-    numbers = [(x, x._version, x.detach().clone()) for x in host.numbers]
+    on_cpu = [(x, x._version, x.detach().clone()) for x in host.on_cpu]
     random_states = [torch.get_rng_state()]
     random_numbers, schedulers = HostRandom(host.objects()), host.of_schedulers()
-    rates = {path: Rate(group, device) for path, group in rate_groups.items()}
+    # Under a dispatch mode Dynamo gives compiled code up, and a function mode makes it compile anew.
+    is_watched = not host.compiled and not calls_compiled
+    numbers = Numbers(places_of(host, number_paths, in_optimizers_only=not is_watched), device)
+    outputs = Outputs(host.outputs)
     owner, graph = Owner(), None
     gradients = Gradients(parameters_of(host), last_gradients, reads=reads_gradients)
     try:
         inputs = Inputs(pool, flat, device)
-        known = [*tensors, *gradients.before, *(rate.tensor for rate in rates.values())]
+        known = [*tensors, *gradients.before, *numbers.tensors]
         watch = OperatorWatch(device, inputs.by_storage(), known)
-        # Under a dispatch mode Dynamo gives compiled code up.
-        is_watched = not host.compiled and not calls_compiled
+        traced_in = None if is_watched else [*host.optimizers.values()]
 
         rates_read: list[str] = []
 
         def captured() -> Any:
             args, kwargs = arguments_of(inputs.arguments(flat), spec)
             watched = torch_cuda.dispatching(watch.operator) if is_watched else contextlib.nullcontext()
-            with watched, noting_reads(host.schedulers, rates_read), as_they_are():
+            with watched, noting_reads(host.schedulers, rates_read), as_they_are(), numbers.in_place(traced_in):
                 result = run(*args, **kwargs)
             random_states.append(torch.get_rng_state())  # before the capture puts it back
             return torch_cuda.flatten(result)
 
-        with one_capture(), under_way(Capture(owner, ())), on_device([*rates.values()]):
+        outputs.cover()
+        with one_capture(), under_way(Capture(owner, ())):
             graph, (results, result_spec) = pool.capture(captured, snapshot.generators)
         if random_numbers.changed() or not torch.equal(*random_states):
             raise CannotCapture("draws random numbers on the host")
         if rates_read:
             raise CannotCapture(f"reads {rates_read[0]}.get_last_lr(), which a replay would not; give it as an input")
-        now = take_snapshot()
-        changed = host.differences(now) | schedulers.differences(now.of_schedulers())
+        outputs.collect({torch_cuda.storage_key(x) for x in tensors})
+        outputs.uncover()
+        _check_stored(host, take_snapshot(), schedulers, numbers)
         host.restore()  # the step may have put equal containers in the place of the old ones
         host.note_versions()
-        for path, how in changed.items():
-            raise ChangesValue(path, how, is_tensor=path in now.tensors)
         rebound = {id(x) for x in snapshot.rebound()}
         for path, x in host.tensors.items():
             if id(x) in rebound:
@@ -311,7 +290,7 @@ def record(
             if type(x) is not torch.Tensor or x.layout is not torch.strided or x.device != device:
                 raise CannotCapture(f"returns a {type(x).__name__} of layout {x.layout} on {x.device}")
         storages = [
-            *(x.untyped_storage() for x in (*inputs.staged, *made)),
+            *(x.untyped_storage() for x in (*inputs.staged, *made, *outputs.tensors)),
             *(s.storage for s in gradients.slots.values()),
         ]
         own = {torch_cuda.storage_key(x) for x in tensors}
@@ -328,8 +307,8 @@ def record(
             if version is not None and (x._version != version or torch_cuda.storage_key(x) in watch.written)
         ]
         recording = StepRecording(
-            key, host, rates, inputs, gradients, [*tensors, *gradients.static], written, results, result_spec, update,
-            graph, cursor, pool, blocks, gradients_in_use, owner,
+            key, host, numbers, outputs, inputs, gradients, [*tensors, *gradients.static], written, results,
+            result_spec, update, graph, cursor, pool, blocks, gradients_in_use, owner,
         )  # fmt: skip
         if (aliased := recording.aliased(flat)) is not None:
             raise CannotCapture(f"writes to the memory of input {aliased}; give it a copy")
@@ -340,11 +319,12 @@ def record(
             stack.callback(gradients.close)
             stack.callback(gradients.finish)
             stack.callback(random_numbers.restore)
-            stack.callback(_restore_numbers, numbers)
+            stack.callback(_restore_numbers, on_cpu)
             stack.callback(snapshot.restore)
             stack.callback(host.note_versions)
             stack.callback(schedulers.restore)
             stack.callback(host.restore)
+            stack.callback(outputs.uncover)
             if graph is not None:
                 stack.callback(graph.reset)
         raise
@@ -355,3 +335,33 @@ def _restore_numbers(numbers: Sequence[tuple[torch.Tensor, int, torch.Tensor]]) 
         for x, version, copy in numbers:
             if x._version != version:
                 x.copy_(copy)
+
+
+def places_of(host: HostState, paths: Collection[str], *, in_optimizers_only: bool) -> dict[str, Place]:
+    """Where the numbers at `paths` are kept: of optimizers alone, if code is called that Dynamo compiles."""
+    groups = tuple(f"{path}.param_groups" for path in host.optimizers)
+    return {
+        path: host.places[path]
+        for path in sorted(paths)
+        if path in host.places and (path.startswith(groups) or not in_optimizers_only)
+    }
+
+
+def _check_stored(host: HostState, now: HostState, schedulers: HostState, numbers: Numbers) -> None:
+    """Raise if the captured step has changed host values that a replay would not: `Unforeseen`, if another capture can
+    allow for them."""
+    changed = host.differences(now)
+    stored = {path: container[key] for path, (container, key) in host.stored().items()}
+    outputs = [path for path, value in stored.items() if path not in host.outputs and is_storable(value)]
+    counted = [path for path in changed if path in host.places.keys() - numbers.places.keys()]
+    inside = tuple(f"{path.removesuffix(ALL)}{end}" for path in outputs for end in "[.,")
+    others = {
+        path: how
+        for path, how in {**changed, **schedulers.differences(now.of_schedulers())}.items()
+        if path not in {*counted, *outputs} and not path.startswith(inside)
+    }
+    for path, how in others.items():
+        way_out = "return it instead of keeping it there" if path in now.tensors else "change it outside of the step"
+        raise ChangesValue(path, f"changes {path} each time, which a replay would not: {how}; {way_out}")
+    if changed:
+        raise Unforeseen(outputs, counted)

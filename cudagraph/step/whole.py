@@ -35,9 +35,10 @@ from ..tree.node import Cursor
 from ..tree.tree import Failure
 from .gradients import LastGradients, ReadsGradients
 from .host import CannotCompare, HostState
-from .inputs import arguments_of, changing_number, flat_arguments, key_of, reason_against
+from .inputs import arguments_of, changing_number, flat_arguments, key_of, objects_in, reason_against
 from .model_step import ModelStep
-from .recording import ChangesValue, StepRecording, make_capturable, parallel, parameters_of, rates_of, record
+from .outputs import ChangesValue
+from .recording import StepRecording, Unforeseen, make_capturable, parallel, parameters_of, record
 from .watch import users_line
 
 log = logging.getLogger("cudagraph")
@@ -60,15 +61,16 @@ class WholeStep:
         update: Callable[[], None] | None,
         roots: Mapping[str, Any],
         update_roots: Mapping[str, Any],
+        state: Any,
         options: Mapping[str, Any] | None,
     ) -> None:
         unknown = [name for name in options or {} if name not in OPTIONS]
         if unknown:
             raise OptionError(f"unknown option {unknown[0]!r} of a whole step; valid options: {', '.join(OPTIONS)}")
         self.options = Options.parse({**LIMITS, **(options or {})})
-        self._made_of = run, update, roots, update_roots, options
+        self._made_of = run, update, roots, update_roots, state, options
         self.run, self.update = run, update
-        self.roots, self.update_roots = dict(roots), dict(update_roots)
+        self.roots, self.update_roots = {**roots, **({} if state is None else {"state": state})}, dict(update_roots)
         self.driver: CaptureDriver = cuda_driver()
         self.name = self._attribute = getattr(run, "__name__", "step")
         self.cursor: Cursor | None = None
@@ -84,8 +86,10 @@ class WholeStep:
         self.latest: StepRecording | None = None
         self.recordings: dict[tuple[Any, ...], list[StepRecording]] = {}
         self.warm: dict[tuple[Any, ...], tuple[HostState, int]] = {}  # by key: a snapshot, warm-ups with these values
-        self.reads_rates = False  # whether graphs read learning rates on the device
-        self.rates_refused = False  # whether a capture that reads them there failed
+        self.numbers: set[str] = set()  # paths of numbers that have changed: graphs read them on the device
+        self.numbers_refused = False  # whether a capture that reads them there failed
+        self.outputs: set[str] = set()  # paths at which the step stores tensors
+        self.objects: dict[str, Any] = {}  # modules, optimizers and the like that it was called with
         self.reads_gradients = False  # whether the step reads gradients from before it; the first capture finds out
         self.calls_compiled = False  # whether a function was called that Dynamo compiles
         self.failed_captures = self.unstable_calls = 0
@@ -118,7 +122,7 @@ class WholeStep:
         known: dict[str, Any] = instance.__dict__
         step: WholeStep | None = known.get(self._attribute)
         if step is None or getattr(step.run, "__self__", None) is not instance:  # that of what it was copied from
-            step = known[self._attribute] = step_of(types.MethodType(self.run, instance), self._made_of[-1])
+            step = known[self._attribute] = step_of(types.MethodType(self.run, instance), *self._made_of[-2:])
         return step
 
     def host_roots(self) -> dict[str, Any]:
@@ -165,11 +169,14 @@ class WholeStep:
             reason = f"{number} in each call, and a recording is for one number; give it as a tensor"
             never_again = not any(self.recordings.values())
             return self._refuse(reason, flat, spec) if never_again else self._skip(reason, flat, spec)
+        is_new = self._remember(objects_in(flat))
         host = self._host()
+        if (self.cursor is None or is_new) and (reason := parallel(host)) is not None:
+            return self._refuse(reason, flat, spec)
         if self.cursor is None:
             devices = dict.fromkeys(x.device for x in host.tensors.values() if x.device.type == self.driver.device_type)
             where = ", ".join(map(str, devices)) or "the CPU"
-            reason = f"its tensors are on {where}, not on one CUDA device" if len(devices) != 1 else parallel(host)
+            reason = f"its tensors are on {where}, not on one CUDA device" if len(devices) != 1 else None
             if (reason := reason or self.driver.why_not()) is not None:
                 return self._refuse(reason, flat, spec)
             self.cursor = Cursor(self.driver, next(iter(devices)))
@@ -187,21 +194,28 @@ class WholeStep:
                 return recording.replay(flat)
         if self.update is not None and any(x.grad is not None for x in parameters_of(host)):
             return self._skip("a parameter has a gradient already, to which the step adds", flat, spec)
+        condition = known[-1].numbers.broken_condition() if known else None
+        once = [one.replays <= 1 for one in known[-MOST_UNSTABLE_CALLS:]]
+        if condition is not None and len(once) == MOST_UNSTABLE_CALLS and all(once):
+            if self._leave_update_out(str(condition), (condition.name,)):
+                return self._find_or_record(key, flat, spec)
         if len(known) > self.options.rerecord_limit:
-            changed = known[-1].host.differences(host)
+            changed = known[-1].host.differences(host) or ({} if condition is None else {condition.name: ""})
             what = next((f"{path}: {how}" for path, how in changed.items()), "its tensors moved")
+            what = what if condition is None else str(condition)
             if changed and self._leave_update_out(what, changed):
                 return self._find_or_record(key, flat, spec)
             return self._skip(f"it was recorded {len(known)} times, last because {what}", flat, spec)
         warm, count = self.warm.get(key, (host, 0))
         changed = warm.differences(host)
-        if changed and changed.keys() <= rates_of(host).keys() and not (self.update_refused or self.rates_refused):
-            self.reads_rates, changed = True, {}
+        if changed and changed.keys() <= host.places.keys() and not self.numbers_refused:
+            self.numbers, changed = self.numbers | changed.keys(), {}
+        if changed.keys() <= self.outputs:  # None now, in the place of what the step stores there
+            changed = {}
         if not changed and count >= self.options.warmup_steps:
             return self._record(key, flat, spec, host)
         if changed:
-            rates = rates_of(host)
-            path = min(changed, key=lambda path: path in rates)  # what keeps the graph from reading rates, if anything
+            path = min(changed, key=lambda path: path in host.places)  # what is no number, if anything
             what = f"{path} changes between calls: {changed[path]}"
             log.debug("%s warms up again: %s", self.name, what)
             self.unstable_calls += 1
@@ -248,9 +262,17 @@ class WholeStep:
     def _every_recording(self) -> list[StepRecording]:
         return [recording for known in self.recordings.values() for recording in known]
 
+    def _remember(self, objects: Mapping[str, Any]) -> bool:
+        """Have modules and the like among the arguments compared from now on. Returns whether there are new ones."""
+        known = {id(x) for x in self.objects.values()}
+        new = {name: x for name, x in objects.items() if id(x) not in known}
+        self.objects |= {f"{name} ({id(x):x})" if name in self.objects else name: x for name, x in new.items()}
+        return bool(new)
+
     def _host(self) -> HostState:
         roots = self.roots if self.update_refused else {**self.roots, **self.update_roots}
-        return HostState(roots, self.driver.device_type)
+        roots = {**roots, **self.objects}
+        return HostState(roots, self.driver.device_type, outputs=self.outputs)
 
     def _record(self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any, host: HostState) -> Any:
         """Record the step and replay the recording. If the capture fails, run the step uncaptured this time. From then
@@ -263,13 +285,25 @@ class WholeStep:
         blocks = {address for one in every for address in one.blocks} | {*orphans.values()}
         in_use = {storage for one in every for storage, _ in one.gradients.memory} | {*orphans}
         run, update = (self._forward_backward, self.update) if self.update_refused else (self._all, None)
-        rates = rates_of(host) if self.reads_rates else {}
+        numbers = () if self.numbers_refused else self.numbers
         try:
             recording = record(
-                pool, self.cursor, run, update, key, flat, spec, take_snapshot=self._host, host=host, rate_groups=rates,
-                blocks_of_others=blocks, gradients_in_use=in_use, last_gradients=self._last_gradients,
-                reads_gradients=self.reads_gradients, calls_compiled=self.calls_compiled,
-            )  # fmt: skip
+                pool,
+                self.cursor,
+                run,
+                update,
+                key,
+                flat,
+                spec,
+                take_snapshot=self._host,
+                host=host,
+                number_paths=numbers,
+                blocks_of_others=blocks,
+                gradients_in_use=in_use,
+                last_gradients=self._last_gradients,
+                reads_gradients=self.reads_gradients,
+                calls_compiled=self.calls_compiled,
+            )
         except AssertionError:  # a bug, which is not to be hidden
             raise
         except Exception as error:
@@ -277,6 +311,7 @@ class WholeStep:
             line = "" if failure.is_ours else users_line(error.__traceback__)
             reason, is_final = f"{failure.reason} ({line})" if line else failure.reason, failure.is_final
             wants_warmup, wants_gradients = failure.needs_warmup, isinstance(error, ReadsGradients)
+            unforeseen = error if isinstance(error, Unforeseen) else None
             changed_by_step = (error.path,) if isinstance(error, ChangesValue) else ()
         else:
             counters.add("recordings")
@@ -292,11 +327,13 @@ class WholeStep:
             changed = ", ".join(f"{path}: {text}" for path, text in host.differences(now).items())
             changed = changed or "torch's settings, or somebody holds its gradients (return clones of them)"
             reason, is_final = f"what it reads changed while it was captured: {changed[:500]}", True
-            wants_warmup, wants_gradients, changed_by_step = False, False, ()
+            wants_warmup, wants_gradients, changed_by_step, unforeseen = False, False, (), None
         pool.broken = pool.broken or not pool.live_blocks_are(blocks)
         if wants_gradients:
             self.reads_gradients = True
             return self._record(key, flat, spec, host)
+        if unforeseen is not None and self._allow_for(unforeseen):
+            return self._record(key, flat, spec, self._host())
         self.failed_captures += 1
         if (wants_warmup or not is_final) and self.failed_captures < MOST_FAILED_CAPTURES:
             log.info("%s is captured another time: %s", self.name, reason)
@@ -304,13 +341,24 @@ class WholeStep:
         # A step changes such a value with the update outside and with rates as numbers as well.
         if any(not path.startswith((*host.optimizers, "optimizer")) for path in changed_by_step):
             return self._refuse(reason, flat, spec)
-        if self.reads_rates:
-            self.reads_rates, self.rates_refused = False, True
-            log.info("%s is recorded for each learning rate: %s", self.name, reason)
+        if numbers:
+            self.numbers_refused = True
+            log.info("%s is recorded for each of its numbers: %s", self.name, reason)
             return self._warm_up(flat, spec)
         if self._leave_update_out(reason):
             return self._find_or_record(key, flat, spec)
         return self._refuse(reason, flat, spec)
+
+    def _allow_for(self, found: Unforeseen) -> bool:
+        """Allow for what a step stores from now on. False if nothing is new, or numbers can't be read on the device."""
+        outputs, numbers = {*found.outputs} - self.outputs, {*found.numbers} - self.numbers
+        if not (outputs or numbers) or (numbers and self.numbers_refused):
+            return False
+        self.outputs |= outputs
+        self.numbers |= numbers
+        if outputs:
+            self.warm.clear()  # these snapshots have the tensors as dependencies
+        return True
 
     def _leave_update_out(self, reason: str, changed: Iterable[str] = ()) -> bool:
         """From now on, capture forward and backward only. False if there is no update to leave out, or no more, or if
@@ -410,9 +458,10 @@ def reset() -> None:
         step.reset()
 
 
-def step_of(function: Callable[..., Any], options: Mapping[str, Any] | None) -> WholeStep:
+def step_of(function: Callable[..., Any], state: Any, options: Mapping[str, Any] | None) -> WholeStep:
     """A whole step of the user's own function or method."""
-    step = WholeStep(function, None, {getattr(function, "__name__", "step"): function}, {}, options)
+    name = getattr(function, "__name__", "step")
+    step = WholeStep(function, None, {"step" if name == "state" else name: function}, {}, state, options)
     functools.update_wrapper(step, function)
     return step
 
@@ -425,6 +474,7 @@ def whole_step(
     scaler: torch.amp.GradScaler | None = None,
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
+    state: Any = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
     """A training step that runs as one CUDA graph: forward, backward, clipping, optimizer, scaler, `zero_grad`.
@@ -450,10 +500,19 @@ def whole_step(
         clip_grad_norm: the largest norm of all gradients together; see `torch.nn.utils.clip_grad_norm_`.
         accumulate: into how many microbatches the inputs are cut along dimension 0. The loss is the mean of theirs,
             weighted by their sizes.
+        state: what else the step reads and the host may change: an object, or a list or dict of objects. Their
+            attributes and entries are compared at any depth.
         options: `or_error`, `size_limit`, `rerecord_limit`, `warmup_steps`; see `Options`.
 
-    The step takes tensors on any device, and moves them to the model's; numbers; strings. It returns the loss (or what
-    the function returned) without history, in memory of its own. Gradients are None between steps.
+    A step depends on its arguments, on what is given here, and on the variables of its functions: what they close over,
+    the globals that they name, their defaults. Attributes of modules, optimizers, schedulers, scalers and samplers
+    among these are compared, those of other objects two objects deep; docs/footguns.md lists what is not. A number that
+    changes is read from the device, if it only enters arithmetic.
+
+    The step takes tensors on any device, and moves them to the model's; numbers; strings; modules, optimizers and the
+    like. It returns the loss (or what
+    the function returned) without history, in memory of its own. Tensors that it stores on modules and objects are
+    copies, too. Gradients are None between steps.
 
     Raises:
         OptionError: an unknown option, or arguments that don't go together.
@@ -465,8 +524,8 @@ def whole_step(
         if loss_fn is not None or scaler is not None or clip_grad_norm is not None or accumulate != 1:
             raise OptionError("loss_fn, scaler, clip_grad_norm and accumulate need an optimizer; give whole_step one")
         if model is None:
-            return lambda fn: whole_step(fn, options=options)
-        return step_of(model, options)
+            return lambda fn: whole_step(fn, state=state, options=options)
+        return step_of(model, state, options)
     if model is None or not callable(model):
         raise OptionError(f"model must be a module or function, got {model!r}")
     if type(accumulate) is not int or accumulate < 1:
@@ -483,6 +542,6 @@ def whole_step(
     halves = ModelStep(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate)
     roots = {"model": model, "loss_fn": loss_fn, "scaler": scaler}
     update_roots = {"optimizer" if len(optimizers) == 1 else f"optimizer {i}": o for i, o in enumerate(optimizers)}
-    step = WholeStep(halves.forward_backward, halves.update, roots, update_roots, options)
+    step = WholeStep(halves.forward_backward, halves.update, roots, update_roots, state, options)
     step.name = getattr(model, "__name__", type(model).__name__)
     return step

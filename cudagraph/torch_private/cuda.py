@@ -211,19 +211,24 @@ def dispatching(run: Callable[[Any, Any, Any], Any]) -> Any:
     return Mode()
 
 
-def tripwire(x: torch.Tensor, error: type[Exception]) -> torch.Tensor:
-    """A tensor like `x` without memory: any operator on it raises `error`."""
+def tripwire(x: torch.Tensor, error: Callable[[str], Exception]) -> torch.Tensor:
+    """A tensor like `x` without memory: any operator on it raises `error("aten.add reads it")`."""
 
     class Tripwire(torch.Tensor):
         @classmethod
         def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-            raise error(f"{func} reads a gradient of before")
+            raise error(f"{func} reads it")
 
         def trip(self) -> None:  # modes see an operator before its arguments do
-            raise error("an operator reads a gradient of before")
+            raise error("an operator reads it")
 
     make = need("torch.Tensor._make_wrapper_subclass")
     return make(Tripwire, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device)
+
+
+def tensors_among(value: Any) -> bool:
+    """Whether a value is a tensor or a container with one."""
+    return any(isinstance(x, torch.Tensor) for x in flatten(value)[0])
 
 
 def global_guard() -> Callable[[], bool]:

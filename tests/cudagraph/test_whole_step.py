@@ -193,21 +193,21 @@ class TestBlockers:
         ours, eager = models
 
         def between(i):
-            ours.scale = eager.scale = 1.0 + i // 3
+            ours.name = eager.name = f"epoch {i // 3}"
 
         run(step, expected, models, batches(device, 24), between)
         assert caplog.text.count("runs without a CUDA graph") == 1
-        assert "it was recorded 2 times, last because model.scale: 2.0 became 3.0" in caplog.text
+        assert "it was recorded 2 times, last because model.name: 'epoch 1' became 'epoch 2'" in caplog.text
 
     def test_a_value_that_changes_in_every_call(self, device):
         step, expected, models, _ = steps(device)
         ours, eager = models
 
         def between(i):
-            ours.scale = eager.scale = 1.0 + i
+            ours.name = eager.name = f"batch {i}"
 
         run(step, expected, models, batches(device, 20), between)
-        assert "model.scale changes between calls" in step.refused
+        assert "model.name changes between calls: 'batch 4' became 'batch 5'" in step.refused
 
 
 class TestExceptions:

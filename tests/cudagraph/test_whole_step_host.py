@@ -1,15 +1,13 @@
-"""What a snapshot of host values sees, how it names a change, and that it can be put back."""
+"""What a snapshot of declared values sees, how it names a change, and that it can be put back."""
 
 from __future__ import annotations
 
 import argparse
-import array
 import functools
 import sys
 import types
 from collections import ChainMap, OrderedDict, UserDict, deque
 
-import numpy
 import pytest
 import torch
 
@@ -18,27 +16,17 @@ from cudagraph.step.host import CannotCompare, HostState
 from cudagraph.step.users_code import is_users
 
 
-class Slotted:
-    __slots__ = ("rate",)
-
-
 class Config:
-    shared = [1, 2]  # noqa: RUF012
-
     def __init__(self):
         self.rate, self.names, self.queue, self.seen = 0.5, {"{odd}": 1}, deque([1]), {1}
-        self.slotted, self.self = Slotted(), self
-        self.slotted.rate = 1
-        self.empty, self.ordered = {}, OrderedDict(a=1, b=2)
+        self.shared, self.inner, self.self = [1, 2], argparse.Namespace(rate=1), self
+        self.empty, self.ordered, self.none = {}, OrderedDict(a=1, b=2), None
 
     def method(self, x):
-        return x * FACTOR * settings.factor
+        return x * FACTOR
 
 
 FACTOR = 2
-settings = types.ModuleType("settings")
-settings.__file__ = __file__
-settings.factor = 1
 
 
 def closed_over():
@@ -54,36 +42,39 @@ def closed_over():
     return read, change
 
 
+# What changes, the path in the message, and its text.
 CHANGES = {
-    "an attribute": (lambda c: setattr(c, "rate", 1.5), "config.rate"),
-    "the type of a number": (lambda c: setattr(c.slotted, "rate", True), "config.slotted"),
-    "the sign of zero": (lambda c: setattr(c, "rate", -0.0), "config.rate"),
-    "a new attribute": (lambda c: setattr(c, "more", 1), "config.more"),
-    "a deleted attribute": (lambda c: delattr(c, "rate"), "config.rate"),
-    "a dict": (lambda c: c.names.update({"{odd}": 2}), "config.names['{odd}']"),
-    "an empty dict": (lambda c: c.empty.update(a=1), "config.empty['a']"),
-    "the order of a dict": (lambda c: c.ordered.move_to_end("a"), "config.ordered, its order"),
-    "an item of a list": (lambda c: Config.shared.__setitem__(0, 3), "Config, shared[0]"),
-    "a deque": (lambda c: c.queue.append(2), "config.queue[1]"),
-    "a set": (lambda c: c.seen.add(2), "config.seen[1]"),
-    "a slot": (lambda c: setattr(c.slotted, "rate", 2), "config.slotted, rate"),
-    "a class": (lambda c: Config.shared.append(3), "Config, shared[2]"),
-    "a global": (lambda c: globals().update(FACTOR=3), "FACTOR"),
-    "a module of the user's": (lambda c: setattr(settings, "factor", 3), "factor"),
+    "an attribute": (lambda c: setattr(c, "rate", 1.5), "config.rate", "0.5 became 1.5"),
+    "the type of a number": (lambda c: setattr(c.inner, "rate", True), "config.inner.rate", "1 became True"),
+    "the sign of zero": (lambda c: setattr(c, "rate", -0.0), "config.rate", "0.5 became -0.0"),
+    "a new attribute": (lambda c: setattr(c, "more", 1), "config.more", "nothing became 1"),
+    "a deleted attribute": (lambda c: delattr(c, "rate"), "config.rate", "0.5 became nothing"),
+    "a dict": (lambda c: c.names.update({"{odd}": 2}), "config.names['{odd}']", "1 became 2"),
+    "an empty dict": (lambda c: c.empty.update(a=1), "config.empty['a']", "nothing became 1"),
+    "the order of a dict": (lambda c: c.ordered.move_to_end("a"), "config.ordered, its order", "became"),
+    "an item of a list": (lambda c: c.shared.__setitem__(0, 3), "config.shared[0]", "1 became 3"),
+    "all attributes": (lambda c: setattr(c.inner, "__dict__", {"rate": 2}), "config.inner.rate", "1 became 2"),
+    "a deque": (lambda c: c.queue.append(2), "config.queue[1]", "nothing became 2"),
+    "a set": (lambda c: c.seen.add(2), "config.seen[1]", "nothing became 2"),
+    "a longer list": (lambda c: c.shared.append(3), "config.shared[2]", "nothing became 3"),
+    "a global": (lambda c: globals().update(FACTOR=3), "step.func, FACTOR", "2 became 3"),
+    "another module": (lambda c: setattr(c, "layer", torch.nn.ReLU()), "config.layer", "it is another ReLU now"),
+    "an object": (lambda c: setattr(c, "none", Config()), "config.none", "None became a Config"),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen_named_and_put_back(name, monkeypatch):
-    change, path = CHANGES[name]
+    change, path, text = CHANGES[name]
     monkeypatch.setattr(host, "is_users", lambda filename: filename == __file__)
     config = Config()
+    config.layer = torch.nn.ReLU()
     roots = {"config": config, "step": config.method}
     before = HostState(roots, "cpu")
     assert before.unchanged() and before.differences(HostState(roots, "cpu")) == {}
     change(config)
     assert not before.unchanged()
-    assert any(path in found for found in before.differences(HostState(roots, "cpu")))
+    assert text in before.differences(HostState(roots, "cpu"))[path]
     before.restore()
     before.note_versions()
     assert before.unchanged() and before.differences(HostState(roots, "cpu")) == {}
@@ -95,11 +86,13 @@ def test_closures_defaults_and_partials():
     before = HostState(roots, "cpu")
     change(5)
     assert not before.unchanged()
-    assert [*before.differences(HostState(roots, "cpu")).items()] == [("step.func, rate", "1 became 5")]
+    assert before.differences(HostState(roots, "cpu")) == {"step.func, rate": "1 became 5"}
     before.restore()
     assert before.unchanged()
     read.__defaults__[0].append(2)
-    assert "step.func.__defaults__[0][1]" in before.differences(HostState(roots, "cpu"))
+    assert "step.func, defaults[0][1]" in before.differences(HostState(roots, "cpu"))
+    read.__code__ = (lambda x, scale: rate).__code__.replace(co_freevars=("rate",))  # noqa: F821
+    assert "step.func" in before.differences(HostState(roots, "cpu"))
 
 
 def test_another_class_of_an_object():
@@ -110,52 +103,14 @@ def test_another_class_of_an_object():
     before = HostState({"config": config}, "cpu")
     config.__class__ = Other
     assert not before.unchanged()
-    assert any("Other" in path for path in before.differences(HostState({"config": config}, "cpu")))
     config.__class__ = Config
-    assert before.unchanged()
-
-
-@pytest.mark.parametrize(
-    ("attribute", "value"),
-    [("__code__", (lambda x, scale: x).__code__), ("__defaults__", (2,)), ("__kwdefaults__", {"more": 2})],
-)
-def test_another_code_and_other_defaults_of_a_function(attribute, value):
-    def step(x, scale=1, *, more=1):
-        return x * scale * more
-
-    before, old = HostState({"step": step}, "cpu"), getattr(step, attribute)
-    setattr(step, attribute, value)
-    assert not before.unchanged() and before.differences(HostState({"step": step}, "cpu"))
-    setattr(step, attribute, old)
-    assert before.unchanged()
-
-
-def test_a_name_that_a_module_of_the_users_gets_later(monkeypatch):
-    """It is no name of the snapshot, so only the number of names shows it."""
-
-    def step(x):
-        return x * (settings.later if hasattr(settings, "later") else 1)
-
-    monkeypatch.setattr(host, "is_users", lambda filename: filename == __file__)
-    before = HostState({"step": step}, "cpu")
-    assert before.unchanged()
-    monkeypatch.setattr(settings, "later", 2, raising=False)
-    assert not before.unchanged()
-    (found,) = before.differences(HostState({"step": step}, "cpu")).items()
-    assert found == ("step, settings, later", "nothing became 2")
-    monkeypatch.undo()
     assert before.unchanged()
 
 
 HOLDERS = {
     "argparse.Namespace": (argparse.Namespace(rate=1), lambda x: setattr(x, "rate", 2)),
-    "types.SimpleNamespace": (types.SimpleNamespace(rate=1), lambda x: setattr(x, "rate", 2)),
     "collections.UserDict": (UserDict(rate=1), lambda x: x.update(rate=2)),
     "collections.ChainMap": (ChainMap({"rate": 1}), lambda x: x.update(rate=2)),
-    "a NumPy array": (numpy.ones((2, 3)), lambda x: x.__setitem__((1, 2), 2.0)),
-    "a NumPy array of no dimensions": (numpy.array(1.0), lambda x: x.fill(2.0)),
-    "bytearray": (bytearray(b"ab"), lambda x: x.__setitem__(0, 1)),
-    "array.array": (array.array("d", [1.0]), lambda x: x.__setitem__(0, 2.0)),
 }
 
 
@@ -163,7 +118,6 @@ HOLDERS = {
 def test_a_change_inside_of_a_holder_is_seen_and_put_back(name):
     holder, change = HOLDERS[name]
     before = HostState({"holder": holder}, "cpu")
-    assert before.unchanged()
     change(holder)
     assert not before.unchanged() and before.differences(HostState({"holder": holder}, "cpu"))
     before.restore()
@@ -171,17 +125,17 @@ def test_a_change_inside_of_a_holder_is_seen_and_put_back(name):
     assert before.unchanged() and before.differences(HostState({"holder": holder}, "cpu")) == {}
 
 
-def test_a_large_array_is_refused():
-    with pytest.raises(CannotCompare, match="data is an array of 8000000 bytes, too many to compare"):
-        HostState({"data": numpy.zeros(1_000_000)}, "cpu")
-
-
-def test_a_read_only_view_of_a_dict():
-    rates = {"a": 1}
-    before = HostState({"rates": types.MappingProxyType(rates)}, "cpu")
-    assert before.unchanged()
-    rates["a"] = 2
-    assert not before.unchanged() and before.differences(HostState({"rates": types.MappingProxyType(rates)}, "cpu"))
+@pytest.mark.parametrize(("root", "is_seen"), [("config", False), ("state", True)])
+def test_objects_are_looked_at_two_deep_and_declared_state_at_any_depth(root, is_seen):
+    deep = types.SimpleNamespace(a=types.SimpleNamespace(b=types.SimpleNamespace(c=types.SimpleNamespace(rate=1.0))))
+    roots = {root: deep}
+    before = HostState(roots, "cpu")
+    deep.a.b.c.rate = 2.0
+    assert before.unchanged() is not is_seen
+    expected = {f"{root}.a.b.c.rate": "1.0 became 2.0"} if is_seen else {}
+    assert before.differences(HostState(roots, "cpu")) == expected
+    deep.a.rate = 1.0
+    assert before.differences(HostState(roots, "cpu")).keys() == {*expected, f"{root}.a.rate"}
 
 
 def test_equal_containers_and_functions_made_anew_are_no_change():
@@ -192,7 +146,8 @@ def test_equal_containers_and_functions_made_anew_are_no_change():
     model.activation = types.FunctionType(code, globals())
     assert not before.unchanged() and before.differences(HostState({"model": model}, "cpu")) == {}
     model.weight = torch.nn.Parameter(model.weight.detach())
-    assert next(iter(before.differences(HostState({"model": model}, "cpu")))) == "model._parameters['weight']"
+    after = HostState({"model": model}, "cpu")
+    assert before.differences(after)["model._parameters['weight']"] == "it is another Parameter now"
 
 
 def test_a_tensor_on_the_cpu_of_a_step_on_a_device_is_a_value():
@@ -213,13 +168,16 @@ def test_hooks_of_a_parameter_are_seen():
 
 def test_too_many_values_are_refused(monkeypatch):
     monkeypatch.setattr(host, "MOST_VALUES", 100)
-    with pytest.raises(CannotCompare, match="reaches more than 100 host values, such as model"):
+    with pytest.raises(CannotCompare, match="depends on more than 100 host values, such as model"):
         HostState({"model": list(range(1000))}, "cpu")
 
 
 def test_code_of_torch_and_python_is_not_followed():
-    state = HostState({"loss": torch.nn.functional.cross_entropy, "os": sys.modules["os"]}, "cpu")
-    assert len([path for path in state.leaves if not path.startswith("all modules")]) == 2
+    import aot_hooks.cache.key as of_ours
+
+    state = HostState({"loss": torch.nn.functional.cross_entropy, "os": sys.modules["os"], "class": Config}, "cpu")
+    assert len([path for path in state.leaves if not path.startswith("all modules")]) == 3
+    assert not is_users(of_ours.__file__) and not is_users(host.__file__) and is_users(__file__)
 
 
 def test_a_set_that_did_not_change_keeps_its_order():
@@ -236,9 +194,3 @@ def test_a_set_that_did_not_change_keeps_its_order():
     assert not state.unchanged()
     state.restore()
     assert large == {3, 64}
-
-
-def test_the_packages_own_functions_are_not_followed():
-    import aot_hooks.cache.key as of_ours
-
-    assert not is_users(of_ours.__file__) and not is_users(host.__file__) and is_users(__file__)

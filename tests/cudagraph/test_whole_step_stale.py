@@ -1,23 +1,24 @@
-"""Changes between calls that a replay must not miss: in modules, classes, functions, containers, and in memory."""
+"""Changes between calls that a replay must not miss, and what a step may hold, read and be copied as."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import functools
+import importlib
 import io
-import sys
 import types
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy
 import pytest
 import torch
 from torch import nn
 
 import cudagraph
 
-PACKAGE = "users_package_of_a_test"
+register_hook_of_all = importlib.import_module("torch.optim.optimizer").register_optimizer_step_post_hook
 
 
 @pytest.fixture
@@ -30,49 +31,24 @@ def x(device):
     return torch.ones(4, device=device)
 
 
-@pytest.fixture
-def config(monkeypatch):
-    """A module of a package of the user's."""
-    package, module = types.ModuleType(PACKAGE), types.ModuleType(f"{PACKAGE}.config")
-    for each in (package, module):
-        each.__file__ = __file__
-        monkeypatch.setitem(sys.modules, each.__name__, each)
-    package.config, module.scale = module, 2.0
-    monkeypatch.setitem(globals(), "package", package)
-    monkeypatch.setitem(globals(), "SCALE", 2.0)
-    return module
-
-
-class Slotted:
-    __slots__ = "scale"
-
-
-class Private:
-    __slots__ = ("__scale",)
-
-    def set(self, scale):
-        self.__scale = scale
-
-    def get(self):
-        return self.__scale
-
-
-class Settings(dict):
-    pass
-
-
 class Base(nn.Module):
     def forward(self, x):
         return x * 2
 
 
-class Derived(Base):
-    pass
-
-
 class Other(Base):
     def forward(self, x):
         return x * 3
+
+
+class Negative(nn.Module):
+    def forward(self, x):
+        return -x
+
+
+class AddThree(nn.Module):
+    def forward(self, x):
+        return x + 3
 
 
 @contextlib.contextmanager
@@ -87,132 +63,164 @@ def recorded(step, *args):
     return step
 
 
-def in_a_submodule(w, config):
-    return lambda x: x * w * package.config.scale, lambda: setattr(config, "scale", 3.0)  # noqa: F821
+# --- changes: each returns a function that is 2 before and 3 after, and what changes it
 
 
-def in_a_closure(w, config):
-    return lambda x: x * w * config.scale, lambda: setattr(config, "scale", 3.0)
+def a_global():
+    return lambda x: x * SCALE, lambda: globals().update(SCALE=3.0)  # noqa: F821
 
 
-def in_an_attribute(w, config):
-    module = nn.Module()
-    module.settings = config
-    return lambda x: x * w * module.settings.scale, lambda: setattr(config, "scale", 3.0)
+def behind_a_decorator():
+    return torch.no_grad()(lambda x: x * SCALE), lambda: globals().update(SCALE=3.0)  # noqa: F821
 
 
-def imported_inside(w, config):
-    def step(x):
-        from users_package_of_a_test import config
-
-        return x * w * config.scale
-
-    return step, lambda: setattr(config, "scale", 3.0)
-
-
-def beside_a_global_of_that_name(w, config):
-    config.SCALE = 2.0
-    return lambda x: x * w * config.SCALE * (SCALE / 2), lambda: setattr(config, "SCALE", 3.0)  # noqa: F821
-
-
-def behind_a_decorator(w, config):
-    return torch.no_grad()(lambda x: x * w * SCALE), lambda: globals().update(SCALE=3.0)  # noqa: F821
-
-
-def behind_a_context_manager(w, config):
+def behind_a_context_manager():
     def step(x):
         with scaled() as scale:
-            return x * w * scale
+            return x * scale
 
     return step, lambda: globals().update(SCALE=3.0)
 
 
-def in_slots(w, config):
-    holder = Slotted()
-    holder.scale = 2.0
-    return lambda x: x * w * holder.scale, lambda: setattr(holder, "scale", 3.0)
+def in_an_inner_function():
+    def step(x):
+        return (lambda: x * SCALE)()  # noqa: F821
+
+    return step, lambda: globals().update(SCALE=3.0)
 
 
-def in_private_slots(w, config):
-    holder = Private()
-    holder.set(2.0)
-    return lambda x: x * w * holder.get(), lambda: holder.set(3.0)
-
-
-def in_an_attribute_of_a_dict(w, config):
-    settings = Settings()
-    settings.scale = 2.0
-    return lambda x: x * w * settings.scale, lambda: setattr(settings, "scale", 3.0)
-
-
-def from_one_list_to_the_next(w, config):
-    a, b = [1.0, 1.0], [0.0]
-    return lambda x: x * w * (2 * sum(a) + 3 * sum(b)) / 2, lambda: b.insert(0, a.pop()) or a.append(0.5)
-
-
-def in_defaults(w, config):
+def in_defaults():
     def scale(x, k=2.0):
-        return x * w * k
+        return x * k
 
     return lambda x: scale(x), lambda: setattr(scale, "__defaults__", (3.0,))
 
 
-def in_code(w, config):
+def in_code():
     def scale(x):
-        return x * w * 2.0
+        return x * 2.0
 
-    return lambda x: scale(x), lambda: setattr(scale, "__code__", (lambda x: x * w * 3.0).__code__)
+    return lambda x: scale(x), lambda: setattr(scale, "__code__", (lambda x: x * 3.0).__code__)
 
 
-def in_another_class(w, config):
+def in_an_object():
+    holder = argparse.Namespace(scale=2.0)
+    return lambda x: x * holder.scale, lambda: setattr(holder, "scale", 3.0)
+
+
+def all_attributes():
+    holder = argparse.Namespace(scale=2.0)
+    return lambda x: x * holder.scale, lambda: setattr(holder, "__dict__", {"scale": 3.0})
+
+
+def in_an_object_of_a_module():
     model = Base()
-    return lambda x: model(x) * w, lambda: setattr(model, "__class__", Other)
+    model.config = types.SimpleNamespace(scale=2.0)
+    return lambda x: model(x) * model.config.scale / 2, lambda: setattr(model.config, "scale", 3.0)
 
 
-def in_hooks_of_all_modules(w, config):
+def from_one_list_to_the_next():
+    a, b = [1.0, 1.0], [0.0]
+    return lambda x: x * (2 * sum(a) + 3 * sum(b)) / 2, lambda: b.insert(0, a.pop()) or a.append(0.5)
+
+
+def in_another_class():
     model = Base()
+    return lambda x: model(x), lambda: setattr(model, "__class__", Other)
+
+
+def a_global_that_comes_later():
+    return lambda x: x * (LATE if "LATE" in globals() else 2.0), lambda: globals().update(LATE=3.0)  # noqa: F821
+
+
+def a_name_of_pythons():
+    return lambda x: abs(x * 2), lambda: globals().update(abs=lambda x: x * 1.5)
+
+
+def late_closure():
+    def step(x):
+        try:
+            return x * late
+        except NameError:
+            return x * 2
 
     def change():
-        handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 1.5)
-        config.undo = handle.remove
+        nonlocal late
+        late = 3.0
 
-    return lambda x: model(x) * w, change
+    late = 0.0
+    del late
+    return step, change
 
 
 CHANGES = [
-    in_a_submodule, in_a_closure, in_an_attribute, imported_inside, beside_a_global_of_that_name, behind_a_decorator,
-    behind_a_context_manager, in_slots, in_private_slots, in_an_attribute_of_a_dict, in_defaults, in_code,
-    in_another_class, in_hooks_of_all_modules,
+    a_global, behind_a_decorator, behind_a_context_manager, in_an_inner_function, in_defaults, in_code, in_an_object,
+    all_attributes, in_an_object_of_a_module, from_one_list_to_the_next, in_another_class, a_global_that_comes_later,
+    a_name_of_pythons, late_closure,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen(device, change, w, x, config):
-    run, change = change(w, config)
-    step = recorded(cudagraph.whole_step(run), x)
+@pytest.mark.parametrize("make", CHANGES)
+def test_a_change_is_seen(device, make, w, x, monkeypatch):
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    for late in ("LATE", "abs"):
+        monkeypatch.setitem(globals(), late, None)
+        monkeypatch.delitem(globals(), late)
+    run, change = make()
+    step = recorded(cudagraph.whole_step(lambda x: run(x * w)), x)
     assert step(x)[0] == 2
+    change()
+    assert step(x)[0] == 3
+
+
+def module_dict():
+    layers = nn.ModuleDict({"add": AddThree(), "negative": Negative()})
+    return layers, lambda: layers.update({"add": layers.pop("add")})
+
+
+def moved_to_end():
+    layers = OrderedDict(add=lambda x: x + 3, negative=lambda x: -x)
+    return layers, lambda: layers.move_to_end("add")
+
+
+@pytest.mark.parametrize("make", [module_dict, moved_to_end])
+def test_the_order_of_entries(device, make, w, x):
+    layers, change = make()
+
+    @cudagraph.whole_step
+    def step(x):
+        x = -x * w
+        for layer in layers.values():
+            x = layer(x)
+        return x
+
+    assert recorded(step, x)(x)[0] == -2
+    change()
+    assert step(x)[0] == 4
+
+
+@pytest.mark.parametrize("kind", ["module", "optimizer"])
+def test_hooks_of_all_modules_and_optimizers(device, kind, w, x):
+    model, optimizer = Base(), torch.optim.SGD([w], 1.0)
+
+    @cudagraph.whole_step
+    def step(x):
+        optimizer.zero_grad()
+        out = model(x * w)
+        out.sum().backward()
+        optimizer.step()
+        return out
+
+    recorded(step, x)
+    if kind == "module":
+        handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 0)
+    else:
+        handle = register_hook_of_all(lambda *_: w.data.zero_())
     try:
-        change()
-        assert step(x)[0] == 3
+        out = step(x)
+        assert (out if kind == "module" else w)[0] == 0
     finally:
-        getattr(config, "undo", lambda: None)()
-
-
-def test_elements_that_move_from_one_list_to_the_next(device, w, x):
-    a, b = [1.0, 2.0], [3.0]
-    step = recorded(cudagraph.whole_step(lambda x: x * w * sum(a) * 10 + sum(b)), x)
-    b.insert(0, a.pop())
-    assert step(x)[0] == 15
-
-
-def test_a_method_that_was_inherited(device, x, w):
-    model = Derived()
-    step = recorded(cudagraph.whole_step(lambda x: model(x) * w), x)
-    Derived.forward = lambda self, x: x * 7
-    try:
-        assert step(x)[0] == 7
-    finally:
-        del Derived.forward
+        handle.remove()
 
 
 def test_a_step_around_a_step(device, x):
@@ -278,37 +286,6 @@ def test_tensors_in_objects_of_torch_are_found(device, x, kind):
     assert step.refused == ""
 
 
-def test_modules_that_are_odd_are_left_alone(device, x, w, monkeypatch):
-    class Stub(types.ModuleType):
-        def __getattr__(self, name):
-            raise RuntimeError("not installed")
-
-    monkeypatch.setitem(sys.modules, "fancy", Stub("fancy"))
-    holder = types.SimpleNamespace(fancy=1.0, main=sys.modules["fancy"])
-
-    def run(x):
-        import fancy
-
-        return x * w * (1.0 if fancy is None else holder.fancy)
-
-    assert recorded(cudagraph.whole_step(run), x).refused == ""
-
-
-def test_only_what_code_imports_and_names_in_modules_is_compared(device, x, w, config):
-    """`model.train()` names no module `train`, and a table that nobody reads is none of the step's."""
-    config.table = [f"word {i}" for i in range(150_000)]
-    holder, model = types.SimpleNamespace(settings=config), nn.Linear(4, 4)
-    train = sys.modules[f"{__package__}.train" if __package__ else "train"] = types.ModuleType("train")
-    train.__file__, train.loss = __file__, 0.0
-    step = cudagraph.whole_step(lambda x: (model.train(), x * w * holder.settings.scale)[1])
-    try:
-        for i in range(5):
-            train.loss = step(x)[0].item() + i
-    finally:
-        del sys.modules[train.__name__ if not __package__ else f"{__package__}.train"]
-    assert step.refused == "" and cudagraph.stats()["replays"] > 0
-
-
 def test_a_tensor_from_a_cache_stays_unknown_when_it_is_detached(device, x, w):
     table = functools.lru_cache(lambda: torch.full((4,), 2.0, device=device))
     table()
@@ -352,53 +329,110 @@ def test_an_input_in_memory_that_the_step_writes_to(device, x, w):
         assert always(count)[0] == n
 
 
-def test_a_step_that_reaches_too_much_runs_once_in_that_call(device, x):
-    parameter = nn.Parameter(torch.zeros(4, device=device))
-    optimizer, state = torch.optim.SGD([parameter], lr=1.0), types.SimpleNamespace(table=None)
+def test_anomaly_mode_finds_a_nan_after_the_step_was_recorded(device, x):
+    w = torch.ones(4, device=device, requires_grad=True)
+    step = cudagraph.whole_step(lambda x: torch.autograd.grad((w * 0 + x).sqrt().sum(), w)[0])
+    for _ in range(4):
+        step(x)
+    assert cudagraph.stats()["replays"] > 0, step.refused
+    with (
+        pytest.warns(UserWarning),  # of anomaly mode itself
+        pytest.raises(RuntimeError, match="SqrtBackward0' returned nan"),
+        torch.autograd.detect_anomaly(),
+    ):
+        step(x - 2)
+
+
+def test_the_rate_of_a_scheduler_is_that_of_now(device, x):
+    w = torch.ones(4, device=device, requires_grad=True)
+    optimizer = torch.optim.Adam([w], 0.5, capturable=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
     @cudagraph.whole_step
     def step(x):
-        if state.table is None:
-            state.table = numpy.zeros(200_000)
         optimizer.zero_grad()
-        (parameter * x).sum().backward()
+        (w * x).sum().backward()
         optimizer.step()
+        return x * scheduler.get_last_lr()[0]
 
-    for n in range(1, 4):
-        step(x)
-        assert parameter[0] == -n
-    assert "too many to compare" in step.refused
+    for _ in range(8):
+        assert step(x)[0] == scheduler.get_last_lr()[0]
+        scheduler.step()
+    assert step.refused
 
 
-def test_a_view_of_an_array_is_put_back(device, x):
-    counts, parameter = numpy.zeros(8)[::2], nn.Parameter(torch.ones(4, device=device))
+SCRIPT = """
+import types
+@whole_step
+def step(x):
+    "train"
+    out = types.SimpleNamespace(loss=x * w)
+    return {"loss": out.loss}
+
+for epoch in range(12):
+    train = torch.zeros(())
+    x = torch.ones(4, device=w.device)
+    loss = step(x)["loss"]
+"""
+
+
+def test_names_of_a_script_that_the_step_has_as_strings_or_attributes_are_no_matter(device):
+    w = torch.ones(4, device=device, requires_grad=True)
+    space = {"w": w, "torch": torch, "whole_step": cudagraph.whole_step}
+    exec(compile(SCRIPT, __file__, "exec"), space)
+    assert not space["step"].refused and cudagraph.stats()["replays"] >= 8
+
+
+def test_a_step_that_reads_another_tensor_in_each_call_is_refused(device, x):
+    w, holder = torch.ones(4, device=device, requires_grad=True), argparse.Namespace()
 
     @cudagraph.whole_step
     def step(x):
-        counts[0] += 1
-        loss = (parameter * x).sum()
-        loss.backward()
-        return loss
+        return x * w * holder.mask
 
-    for n in range(1, 5):
-        step(x)
-        assert counts[0] == n and type(parameter.grad) is torch.Tensor
-    assert "counts" in step.refused
+    for i in range(12):
+        holder.mask = torch.full((4,), float(i), device=device)
+        assert step(x)[0] == i
+    assert "holder.mask is another tensor in each call" in step.refused
 
 
-def test_attributes_of_a_class_are_put_back(device, x, w):
-    class Counter:
-        n = 0
+class Odd:
+    """Makes its `__dict__` anew, as proxies do."""
 
-    def run(x):
-        Counter.n += 1
-        Counter.last = Counter.n
-        return x * w
+    __slots__ = ()
+    __dict__ = property(lambda self: {})
 
-    step = cudagraph.whole_step(run)
-    for n in range(1, 5):
-        step(x)
-        assert Counter.n == Counter.last == n
+    def __setattr__(self, name, value):
+        raise RuntimeError("locked")
+
+
+def test_objects_whose_dict_can_not_be_set_are_no_matter(device, x):
+    w, odd = torch.ones(4, device=device, requires_grad=True), Odd()
+    step = cudagraph.whole_step(lambda x: x * w * len(vars(odd) or "a"))
+    for _ in range(6):
+        assert step(x)[0] == 1
+    assert not step.refused and cudagraph.stats()["replays"] >= 3
+
+
+class Raises:
+    __dict__ = property(lambda self: 1 // 0)
+
+    def __eq__(self, other):
+        raise ValueError("not comparable")
+
+
+class RaisesKey(str):
+    def __repr__(self):
+        raise ValueError("no repr")
+
+
+@pytest.mark.parametrize("make", [Raises, lambda: {RaisesKey("a"): 1, RaisesKey("b"): 2}])
+def test_a_step_that_reaches_what_raises_runs_as_it_is(device, x, make):
+    w, odd = torch.ones(4, device=device, requires_grad=True), make()
+    step = cudagraph.whole_step(lambda x: x * w * (2 if odd is not None else 3))
+    for _ in range(4):
+        assert step(x)[0] == 2
+    assert "which raises" in step.refused
 
 
 class Trainer:

@@ -141,18 +141,27 @@ MUTATIONS = (
     deleted("versions of dicts", "[*map(torch_cuda.dict_version, self._full)] == self._versions\n            and "),
     deleted("dicts that were empty", "            and not any(self._empty)\n"),
     deleted("lengths of lists", "            and [*map(len, self._lists)] == self._lengths\n"),
-    deleted("names in modules", "            and [*map(len, self._spaces.values())] == self._sizes\n"),
     deleted("items of lists", "            and all(map(is_, chain.from_iterable(self._lists), self._items))\n"),
     deleted("orders", "            and all(map(is_, chain.from_iterable(self._ordered), self._order))\n"),
     deleted("classes", "            and all(map(is_, map(type, self._objects), self._classes))\n"),
-    deleted(
-        "functions",
-        "            and all(map(is_, chain(*map(FUNCTION_PARTS, self._functions)), chain(*self._parts)))\n",
-    ),
+    deleted("attributes", "            and all(map(is_, map(ATTRIBUTES, self._owners), self._attribute_dicts))\n"),
     deleted("hooks", "            and [*map(torch_cuda.gradient_hooks, self._hooked)] == self._hooks\n"),
     deleted("views", "            and all(_same(read(), saved) for read, _, saved in self._views)\n"),
-    deleted("arrays", "            and all(_content(value) == saved for value, saved in self._arrays)\n"),
-    deleted("tensors on the CPU", "            and [x._version for x in self.numbers] == self._number_versions\n"),
+    deleted("tensors on the CPU", "            and [x._version for x in self.on_cpu] == self._cpu_versions\n"),
+    Mutation(
+        "a number by which a step decides is not asked for again",
+        "cudagraph/step/numbers.py",
+        "self._is_filled, self._holds = False, self.broken_condition() is None",
+        "self._is_filled = False",
+        ("tests/cudagraph/test_whole_step_numbers.py",),
+    ),
+    Mutation(
+        "nothing stands in for what a step has stored in the step before",
+        "cudagraph/step/outputs.py",
+        "container[key] = self._covers[path] = torch_cuda.unflatten(wires, spec)",
+        "self._covers[path] = torch_cuda.unflatten(wires, spec)",
+        ("tests/cudagraph/test_whole_step_outputs.py",),
+    ),
 )
 
 

@@ -125,6 +125,11 @@ def batches(device, count, size=6):
         yield x.to(device), y.to(device)
 
 
+def copied(value):
+    """A copy of nested tensors, also of those that have a history."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), value)
+
+
 def tensors_of(state):
     return [x for x in torch.utils._pytree.tree_leaves(state) if isinstance(x, torch.Tensor)]
 

@@ -1,0 +1,229 @@
+"""Torch's functions that take a number, rewritten to take a tensor of no dimensions with the same result.
+
+    x * 0.5                     x * tensor             a factor or summand, in the dtype in which kernels have numbers
+    x.add_(y, alpha=0.5)        x.add_(y * tensor)     alpha and value: the product is rounded once more
+    half: x * 0.5               (x.float() * tensor).half()      kernels for half and bfloat16 have numbers in float32
+    CUDA: x / 2.0               x * tensor of 1 / 2.0            as its kernel does
+
+Each function returns `NotImplemented` where it can't. What is not in `REWRITES` gets the number as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..torch_private import cuda as torch_cuda
+
+HALVES = (torch.float16, torch.bfloat16)
+SINGLES = {torch.float32, torch.float64}
+DIVISIONS = ("div", "divide", "true_divide", "truediv", "idiv", "itruediv")
+
+
+def is_traced(x: Any) -> bool:
+    return isinstance(x, (torch.SymFloat, torch.SymInt)) and hasattr(x, "numbers")
+
+
+def _on_device(number: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor for `number` beside `x`; None if there is none."""
+    if x.device.type != number.numbers.device.type or x.dtype.is_complex:
+        return None
+    is_int = isinstance(number, torch.SymInt)
+    dtype: torch.dtype = x.dtype
+    if dtype in HALVES:
+        dtype = torch.float32
+    elif not dtype.is_floating_point and (not is_int or dtype is torch.bool):
+        dtype = torch.int64 if is_int else torch.get_default_dtype()
+    return number.numbers.on_device(number, dtype)  # type: ignore[no-any-return]
+
+
+def _binary(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x * number` and the like. The tensor stands first, also for `number - x`."""
+    if len(args) != 2 or kwargs or not isinstance(args[0], torch.Tensor) or not is_traced(args[1]):
+        return NotImplemented
+    x, number = args
+    name = func.__name__.strip("_")
+    if name in DIVISIONS and x.is_cuda:
+        if not x.dtype.is_floating_point:
+            return NotImplemented
+        number = number.derived(_inverse if x.dtype is torch.float64 else _inverse_in_float32, number)
+        func = torch.Tensor.mul_ if _is_in_place(func) else torch.Tensor.mul
+    tensor = _on_device(number, x)
+    if tensor is None:
+        return NotImplemented
+    if x.dtype in HALVES:
+        result = func(x.float(), tensor)
+        if result.dtype is torch.bool:  # of a comparison
+            return result
+        return x.copy_(result) if _is_in_place(func) else result.to(x.dtype)
+    return func(x, tensor)
+
+
+def _inverse(value: float) -> float:
+    return 1.0 / value if value else math.copysign(math.inf, value)
+
+
+def _inverse_in_float32(value: float) -> float:
+    return _inverse(ctypes.c_float(value).value)  # the quotient is rounded when it is written to the device
+
+
+def _is_in_place(func: Any) -> bool:
+    name = func.__name__
+    return bool(name.startswith("__i") or (name.endswith("_") and not name.endswith("__")))
+
+
+def _sum(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`x + number`; `torch.add(x, y, alpha=number)`."""
+    if set(kwargs) == {"alpha"} and is_traced(kwargs["alpha"]) and len(args) == 2:
+        product = _product(args[1], kwargs["alpha"])
+        return NotImplemented if product is None else func(args[0], product)
+    if args and isinstance(args[0], torch.Tensor) and args[0].dtype in HALVES:
+        return NotImplemented  # some kernels round such a summand before, others don't
+    return _binary(func, args, kwargs)
+
+
+def _product(x: Any, number: Any) -> Any:
+    """`x * number` of a tensor, or of tensors of one dtype in a list; None if there is none."""
+    xs = x if isinstance(x, (list, tuple)) else [x]
+    if not xs or not all(isinstance(each, torch.Tensor) for each in xs):
+        return None
+    dtypes = {each.dtype for each in xs}
+    if len(dtypes) != 1 or not dtypes <= SINGLES or (tensor := _on_device(number, xs[0])) is None:
+        return None
+    return torch._foreach_mul(x, tensor) if isinstance(x, (list, tuple)) else x * tensor
+
+
+def _weighted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.addcmul(x, y, z, value=number)`, also of lists."""
+    values = {**kwargs, **({"value": args[3]} if len(args) == 4 else {})}
+    if set(values) != {"value"} or not is_traced(values["value"]) or len(args) < 3:
+        return NotImplemented
+    product = _product(args[1], values["value"])
+    return NotImplemented if product is None else func(args[0], product, args[2])
+
+
+def _lerp(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.lerp(x, y, number)`."""
+    values = {**kwargs, **({"weight": args[2]} if len(args) == 3 else {})}
+    if set(values) != {"weight"} or not is_traced(values["weight"]) or args[0].dtype in HALVES:
+        return NotImplemented
+    tensor = _on_device(values["weight"], args[0])
+    return NotImplemented if tensor is None else func(args[0], args[1], tensor)
+
+
+def _power(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`number ** x`. Kernels know some exponents, so `x ** number` gets the number as it is."""
+    if func.__name__ == "__rpow__" and len(args) == 2 and is_traced(args[1]):
+        x, number = args
+    elif len(args) == 2 and is_traced(args[0]) and isinstance(args[1], torch.Tensor):
+        number, x = args
+    else:
+        return NotImplemented
+    if x.dtype in HALVES or not x.dtype.is_floating_point or (tensor := _on_device(number, x)) is None:
+        return NotImplemented
+    return torch.pow(tensor, x)
+
+
+def _other(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.where(mask, x, number)`, `x.fill_(number)`: the number goes to the result as it is."""
+    if kwargs or not args or not isinstance(args[0], torch.Tensor):
+        return NotImplemented
+    like = next((x for x in (args if func.__name__ != "where" else args[1:]) if isinstance(x, torch.Tensor)), None)
+    if like is None or like.dtype in HALVES or not like.dtype.is_floating_point:
+        return NotImplemented
+    new = [_on_device(x, like) if is_traced(x) else x for x in args]
+    return NotImplemented if any(x is None for x in new) else func(*new)
+
+
+def _each(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A function of lists as one of tensors, for what no kernel of lists has a tensor for."""
+    lists = [x for x in args if isinstance(x, (list, tuple))]
+    if not lists or any(is_traced(x) for each in lists for x in each):
+        return NotImplemented
+    name = func.__name__.removeprefix("_foreach_")
+    if name.startswith("addc") and len(args) == 4:
+        *args, value = args
+        kwargs = {"value": value}
+    one = getattr(torch.Tensor, name) if name.endswith("_") else getattr(torch, name)
+    rows = [tuple(x[i] if isinstance(x, (list, tuple)) else x for x in args) for i in range(len(lists[0]))]
+    results = [called(one, row, kwargs) for row in rows]
+    return args[0] if name.endswith("_") else results
+
+
+def _weighted_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = _weighted(func, args, kwargs)
+    return _each(func, args, kwargs) if result is NotImplemented else result
+
+
+def _list(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch._foreach_mul_(xs, number)`, and with `alpha`."""
+    of_one = func.__name__.removeprefix("_foreach_").strip("_")
+    if set(kwargs) == {"alpha"} and len(args) == 2:
+        result = _sum(func, args, kwargs)
+        return _each(func, args, kwargs) if result is NotImplemented else result
+    if kwargs or len(args) != 2 or not is_traced(args[1]):
+        return NotImplemented
+    xs, number = args
+    dtypes = {x.dtype for x in xs}
+    if of_one in ("add", "sub") or len(dtypes) != 1 or not dtypes <= SINGLES:
+        return _each(func, args, kwargs)
+    tensor = _on_device(number, xs[0])
+    return NotImplemented if tensor is None else func(xs, tensor)
+
+
+def _fused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A fused optimizer reads its learning rate from a tensor in float32. The decay of AdamW is a product before it."""
+    rate: Any = kwargs.get("lr")
+    decay: Any = kwargs.get("weight_decay")
+    if not args[0] or args[0][0].dtype is torch.float64:
+        return NotImplemented
+    if (
+        is_traced(decay)
+        and func.__name__ == "_fused_adamw_"
+        and not isinstance(rate, torch.Tensor)
+        and kwargs.get("found_inf") is None  # such a step may be skipped by the kernel
+    ):
+        called(torch._foreach_mul_, (args[0], 1 - rate * decay), {})
+        return called(func, args, {**kwargs, "weight_decay": 0.0})
+    if not is_traced(rate):
+        return NotImplemented
+    tensor = rate.numbers.on_device(rate, torch.float32)
+    others = {name: x.settled() if is_traced(x) and name != "lr" else x for name, x in kwargs.items()}
+    return NotImplemented if tensor is None else func(*args, **{**others, "lr": tensor})
+
+
+def _forms(*names: str) -> list[str]:
+    """The names of functions, methods and operators, in place or not: mul, mul_, __mul__, __rmul__, __imul__."""
+    return [form.format(name) for name in names for form in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")]
+
+
+REWRITES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_forms("mul", "div", "truediv", "true_divide", "multiply", "divide"), _binary),
+    **dict.fromkeys(_forms("add", "sub", "rsub"), _sum),
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__"), _binary),
+    **dict.fromkeys(("addcmul", "addcmul_", "addcdiv", "addcdiv_"), _weighted),
+    **dict.fromkeys(("lerp", "lerp_"), _lerp),
+    **dict.fromkeys(("pow", "__rpow__"), _power),
+    **dict.fromkeys(("where", "fill_", "masked_fill", "masked_fill_"), _other),
+    **{f"_foreach_{name}{end}": _list for name in ("mul", "div", "add", "sub") for end in ("", "_")},
+    **{f"_foreach_{name}{end}": _weighted_lists for name in ("addcmul", "addcdiv") for end in ("", "_")},
+    **dict.fromkeys(("_foreach_lerp", "_foreach_lerp_", "_foreach_pow"), _each),
+    **dict.fromkeys(("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"), _fused),
+}
+
+
+def called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch's that may have traced numbers among its arguments."""
+    flat, spec = torch_cuda.flatten((args, kwargs))
+    if not any(map(is_traced, flat)):
+        return func(*args, **kwargs)
+    rewritten = REWRITES.get(getattr(func, "__name__", ""))
+    result = NotImplemented if rewritten is None else rewritten(func, args, kwargs)
+    if result is not NotImplemented:
+        return result
+    args, kwargs = torch_cuda.unflatten([x.settled() if is_traced(x) else x for x in flat], spec)
+    return func(*args, **kwargs)

@@ -1,0 +1,250 @@
+"""Numbers that change between calls: read on the device, conditions of a recording, or counted by the step itself."""
+
+from __future__ import annotations
+
+import copy
+import queue
+
+import pytest
+import torch
+from torch.nn import functional as F
+from whole_steps import OPTIMIZERS, Net, assert_equal, batches, steps
+
+import cudagraph
+
+COMPUTED = {
+    "a factor": lambda x, k: x * k + k * x,
+    "a divisor": lambda x, k: x / k + k / x.exp(),
+    "a summand": lambda x, k: (x + k) - (k - x) + x.sub(k),
+    "in place": lambda x, k: x.clone().mul_(k).add_(k).div_(k),
+    "an expression": lambda x, k: x * (1 - k / 2) * k**2 + -k,
+    "alpha": lambda x, k: torch.add(x, x, alpha=k).sub_(x, alpha=k),
+    "value": lambda x, k: torch.addcmul(x, x, x, value=k) + x.addcdiv(x, x.exp(), value=k),
+    "lerp": lambda x, k: torch.lerp(x, x * 2, k / 8),
+    "a base": lambda x, k: k ** x.clamp(-1, 1),
+    "an exponent": lambda x, k: x.abs() ** k,
+    "a comparison of a tensor": lambda x, k: x * (x > k) + x * (x <= k / 4),
+    "a choice": lambda x, k: torch.where(x > 0, x, k),
+    "lists": lambda x, k: sum(torch._foreach_mul(torch._foreach_add([x, x], k), k)),
+    "lists with alpha": lambda x, k: sum(torch._foreach_add([x, x], [x, x * 2], alpha=k)),
+    "bfloat16": lambda x, k: (x.bfloat16() * k).float() + x.bfloat16().div(k),
+    "a summand of bfloat16": lambda x, k: x.bfloat16() + k,
+    "float64": lambda x, k: x.double() * k,
+    "int64": lambda x, k: (x * 4).long() * 3 * k * x,
+    "an option of a function": lambda x, k: F.leaky_relu(x, k),
+    "a limit": lambda x, k: x.clamp(max=k),
+    "float()": lambda x, k: x * float(k),
+    "text": lambda x, k: x * len(f"{k:.3f}"),
+    "a tensor of it": lambda x, k: x * torch.tensor(k, device=x.device),
+    "a size": lambda x, k: x[: int(k * 2)].sum() * x,
+    "min": lambda x, k: x * min(k, 0.3),
+    "a branch": lambda x, k: x * 2 if k > 0.3 else x + k,
+}
+SETTLED = {
+    "an exponent",
+    "an option of a function",
+    "a limit",
+    "float()",
+    "text",
+    "a tensor of it",
+    "a size",
+    "a summand of bfloat16",
+}
+VALUES = (0.5, 0.7, 0.3, 0.1, 0.3, 0.7, 0.1, 0.9)
+
+
+class Config:
+    def __init__(self) -> None:
+        self.k = 0.5
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_number_is_read_where_it_enters_arithmetic(device, name):
+    """What is computed is that of eager mode, bit for bit, with the gradient. All else is recorded for each number."""
+    weight, config, compute = torch.ones(6, device=device, requires_grad=True), Config(), COMPUTED[name]
+
+    def run(x):
+        weight.grad = None
+        out = compute(x * weight, config.k)
+        out.sum().backward()
+        return out, weight.grad.clone()
+
+    step, x = cudagraph.whole_step(run), torch.linspace(-2, 2, 6, device=device)
+    if device.type == "cuda" and name == "a tensor of it":
+        pytest.skip("a copy from the host is not captured")
+    for value in (*VALUES, *VALUES):
+        config.k = value
+        ours, expected = step(x), run(x)
+        for a, b in zip(ours, expected, strict=True):
+            rounded_once_more = name in ("alpha", "value", "lists with alpha", "a base")
+            tolerance = 1e-6 if rounded_once_more or device.type == "cuda" else 0
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+    recordings = cudagraph.stats()["recordings"]
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 15
+    # A first one for the number as it is, until it changes.
+    assert recordings == (5 if name in SETTLED else 2 if name in ("min", "a branch") else 1)
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_a_count_that_the_step_keeps(device, kind):
+    """As of tokens: each replay counts on, also when the host sets the count anew."""
+    weight, config = torch.ones(2, device=device, requires_grad=True), Config()
+    config.count = kind(0)
+
+    @cudagraph.whole_step
+    def step(x):
+        config.count += x.numel()
+        return x * weight * config.count, config.count
+
+    total = 0
+    for i in range(12):
+        size = 2 if i % 3 else 4
+        if i == 8:
+            config.count = total = kind(100)
+        x = torch.ones(size // 2, 2, device=device)
+        out, count = step(x)
+        total += size
+        assert config.count == count == total and type(config.count) is type(count) is kind
+        assert (out == total).all()
+    assert step.refused == "" and cudagraph.stats()["recordings"] == 2
+
+
+def test_a_count_that_decides_what_the_step_does(device):
+    weight, config = torch.ones(2, device=device, requires_grad=True), Config()
+    config.calls = 0
+
+    @cudagraph.whole_step
+    def step(x):
+        config.calls += 1
+        return x * weight * (2 if config.calls % 3 == 0 else 1)
+
+    x = torch.ones(2, device=device)
+    assert [step(x)[0].item() for _ in range(12)] == [1, 1, 2] * 4
+    assert step.refused == "" and cudagraph.stats()["recordings"] == 2
+
+
+def test_a_number_that_decides_is_recorded_up_to_the_limit_and_named(device, caplog):
+    weight, config = torch.ones(2, device=device, requires_grad=True), Config()
+    step = cudagraph.whole_step(lambda x: F.leaky_relu(x * weight, config.k), options={"rerecord_limit": 3})
+    x = -torch.ones(2, device=device)
+    for i in range(12):
+        config.k = i / 16
+        assert step(x)[0] == -i / 16
+    assert cudagraph.stats()["recordings"] == 4 and step.refused == ""
+    assert "recorded 4 times, last because <lambda>, config.k is another number than before" in caplog.text
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.temperature = torch.nn.Parameter(torch.ones(2)), 1.0
+
+    def forward(self, x):
+        return (x * self.weight / self.temperature * HIDDEN.inner.k).sum()
+
+
+HIDDEN = Config()
+HIDDEN.inner = Config()
+
+
+@pytest.mark.parametrize("state", [{"hidden": HIDDEN}, HIDDEN, [1, HIDDEN.inner], None])
+def test_numbers_of_a_module_and_of_declared_state(device, state):
+    """The forward reads a global, which nothing leads to. Undeclared, it is what it was when the step was recorded."""
+    model = Model().to(device)
+    HIDDEN.inner.k = 1.0
+    step = cudagraph.whole_step(model, None, torch.optim.SGD(model.parameters(), lr=0.0), state=state)
+    of_ones = cudagraph.whole_step(state=state)(lambda x: model(x))
+    x = torch.ones(2, device=device)
+    for i in range(8):
+        model.temperature, HIDDEN.inner.k = 2.0 ** (i % 3), 0.5 ** (i % 2)
+        k = HIDDEN.inner.k if state is not None else 1.0 if i == 0 else 0.5
+        assert step(x) == of_ones(x) == 2 / model.temperature * k
+    assert step.refused == of_ones.refused == "" and cudagraph.stats()["recordings"] == 2
+
+
+OPTIONS = {"lr": 0.75, "weight_decay": 0.5, "momentum": 0.875, "betas": 0.9, "eps": 0.5}
+ON_DEVICE = ("adamw, foreach", "adam", "adam, foreach", "sgd with momentum", "sgd, foreach")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", [*ON_DEVICE, "adamw, fused", "sgd, fused"])
+def test_options_of_an_optimizer_that_change_in_each_call(device, name, option):
+    def make(model):
+        optimizer = OPTIMIZERS[name](model)
+        optimizer.param_groups[0]["weight_decay"] = 0.0625
+        return optimizer
+
+    step, expected, models, optimizers = steps(device, make)
+    if option not in optimizers[0].param_groups[0]:
+        return
+    for i, (x, y) in enumerate(batches(device, 14)):
+        for group in [group for each in optimizers for group in each.param_groups]:
+            old = group[option]
+            group[option] = (OPTIONS[option] ** (1 + i % 5), old[1]) if option == "betas" else old * OPTIONS[option]
+        torch.testing.assert_close(step(x, y), expected(x, y), rtol=1e-5, atol=1e-6)
+    for a, b in zip(*(each.state_dict().values() for each in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert step.refused == ""
+    fused_ones = ("lr", "weight_decay") if name == "adamw, fused" else ("lr",)
+    if (name in ON_DEVICE and option != "eps") or (name not in ON_DEVICE and option in fused_ones):
+        assert step.update_refused == "" and cudagraph.stats()["recordings"] == 1
+    else:
+        assert step.update_refused == "" or step.update_refused.startswith(f"optimizer.param_groups[0]['{option}']")
+
+
+def test_options_are_plain_numbers_after_a_capture_that_fails(device):
+    """The capture finds traced numbers in their places; nothing of them is left."""
+    step, expected, models, optimizers = steps(device, OPTIMIZERS["adamw, foreach"])
+    fail = []
+
+    def hook(*_):
+        if fail and step.driver.is_capturing():
+            raise torch.OutOfMemoryError("planted")
+
+    models[0].register_forward_hook(hook)
+    for i, (x, y) in enumerate(batches(device, 10)):
+        for each in optimizers:
+            each.param_groups[0].update(lr=0.5 ** (4 + i % 3), betas=(0.5, 0.999), weight_decay=0.25)
+        fail[:] = [1] if i in (1, 2) else []
+        before = copy.deepcopy(optimizers[0].param_groups[0] | {"params": []})
+        torch.testing.assert_close(step(x, y), expected(x, y))
+        after = optimizers[0].param_groups[0] | {"params": []}
+        assert before | {"capturable": True} == after and {*map(type, after["betas"])} == {float}
+    assert_equal(*models)
+
+
+def test_compiled_models_and_an_eager_optimizer(device):
+    """No function mode is on around compiled code: only `optimizer.step()` reads numbers on the device."""
+    step, expected, models, optimizers = steps(device, OPTIMIZERS["adamw, foreach"])
+    ours, modes = models[0], queue.SimpleQueue()
+    ours.register_forward_hook(lambda *_: modes.put(len(torch.overrides._get_current_function_mode_stack())))
+    step = cudagraph.whole_step(torch.compile(ours, backend="eager"), F.mse_loss, optimizers[0])
+    for i, (x, y) in enumerate(batches(device, 8)):
+        for each in optimizers:
+            each.param_groups[0]["lr"] = 0.5 ** (4 + i % 3)
+        torch.testing.assert_close(step(x, y), expected(x, y))
+    assert_equal(*models)
+    assert step.refused == "" and cudagraph.stats()["recordings"] == 1
+    assert {modes.get() for _ in range(modes.qsize())} == {0}
+
+
+def test_modules_and_optimizers_as_arguments(device):
+    nets = [Net().to(device) for _ in range(2)]
+    eager = copy.deepcopy(nets)
+    optimizers, eager_optimizers = ([OPTIMIZERS["adamw, foreach"](m) for m in each] for each in (nets, eager))
+
+    def train(model, optimizer, x, y):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = cudagraph.whole_step(train)
+    for i, (x, y) in enumerate(batches(device, 16)):
+        n = i % 2
+        if i == 9:
+            nets[n].scale = eager[n].scale = 0.5
+        assert torch.equal(step(nets[n], optimizers[n], x, y), train(eager[n], eager_optimizers[n], x, y))
+        assert_equal(nets[n], eager[n])
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 12
