@@ -9,6 +9,8 @@ from fuzz_whole_step import World
 from cudagraph.step.gradients import Gradients
 from cudagraph.step.host import HostState
 from cudagraph.step.inputs import Inputs
+from cudagraph.step.numbers import Numbers
+from cudagraph.step.outputs import Outputs
 from cudagraph.step.randomness import HostRandom
 from cudagraph.torch_private import cuda as torch_cuda
 
@@ -19,7 +21,7 @@ KEPT = (
     *(11076, 11292, 13611),
 )
 
-NOTICING = (71, 23)  # programs that notice what few others do
+NOTICING = (71, 23, 32, 2)  # programs that notice what few others do
 
 
 @pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -30,7 +32,7 @@ def world(request):
 
 
 def test_programs_are_as_in_eager(world):
-    assert fuzz_whole_step.run_seeds(range(30), world)["wrong"] == []
+    assert fuzz_whole_step.run_seeds(range(40), world)["wrong"] == []
 
 
 def test_programs_that_once_differed(world):
@@ -46,6 +48,10 @@ DELETIONS = {
     "schedulers are looked at": (HostState, "of_schedulers", lambda self: HostState({}, "cpu")),
     "random numbers of the host are looked at": (HostRandom, "changed", lambda self: False),
     "inputs are copied": (Inputs, "copy", lambda self, flat: None),
+    "numbers are written to the device": (Numbers, "fill", lambda self: None),
+    "numbers may decide": (Numbers, "broken_condition", lambda self: None),
+    "numbers are counted on": (Numbers, "assign", lambda self: []),
+    "what the step stores is refreshed": (Outputs, "assign", lambda self: []),
 }
 
 

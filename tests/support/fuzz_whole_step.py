@@ -30,7 +30,7 @@ import torch
 from failing_captures import POINTS, FailingDriver, Fault, Interrupt
 from torch import nn
 from torch.nn import functional as F
-from whole_steps import Planted, eager_step, on_simulator
+from whole_steps import Planted, copied, eager_step, on_simulator
 
 import cudagraph
 from cudagraph.step import whole
@@ -52,8 +52,13 @@ class Net(nn.Module):
             "raise": 0,
             "count": False,
             "calls": 0,
+            "temperature": 0.0,
+            "decides": False,
+            "stores": "",
         }
         self.layers = [F.relu, torch.tanh]
+        self.kept: Any = None
+        self.losses: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.options["count"]:
@@ -63,10 +68,32 @@ class Net(nn.Module):
             x = self.norm(x)
         for i in self.options["order"]:
             x = self.layers[i](x)
-        x = self.last(self.dropout(x)) * self.options["scale"]
+        x = self.last(self.dropout(x)) * self.options["scale"] / (1 + self.options["temperature"])
+        if self.options["decides"] and self.options["calls"] % 4 > 1:
+            x = x * 0.5
+        self.store(x)
         if self.options["raise"]:
             raise Planted
         return torch.tanh(x) if self.options["tanh"] else x
+
+    def store(self, x: torch.Tensor) -> None:
+        """Keep what a router's loss or a probe is, in one of the ways in which programs do."""
+        how, loss = self.options["stores"], x.square().mean()
+        if how == "an attribute":
+            self.kept = loss
+        elif how == "a new list":
+            self.kept = [loss.detach(), {"x": x.detach()}, 1.0]
+        elif how == "the same list":
+            self.losses.clear()
+            self.losses += [loss.detach(), x.detach()]
+        elif how == "a weight":
+            self.kept = self.last.bias.detach()
+        elif how == "what was there":
+            self.kept = loss.detach() if self.kept is None else self.kept * 0.5 + loss.detach()
+
+
+STORES = ("", "", "", "an attribute", "a new list", "the same list", "a weight", "what was there")
+SCHEDULES = ("", "", "lr", "weight_decay", "momentum", "betas", "temperature")
 
 
 def muon_and_adamw(model: Net) -> list[torch.optim.Optimizer]:
@@ -190,6 +217,17 @@ def of_all_groups(name: str) -> Callable[[Side, float], None]:
     return change
 
 
+def scheduled(side: Side, name: str, value: float) -> None:
+    """What a schedule sets before each call."""
+    if name == "temperature":
+        side.model.options["temperature"] = value
+    for group in [group for optimizer in side.optimizers for group in optimizer.param_groups]:
+        if name == "betas" and "betas" in group:
+            group["betas"] = (value, group["betas"][1])
+        elif group.get(name):
+            group[name] = value
+
+
 CHANGES: list[Callable[[Side, float], Any]] = [
     of_all_groups("lr"),
     of_all_groups("lr"),  # as often as schedules do
@@ -277,12 +315,21 @@ class Program:
         self.often, self.faulty = choose.choice([0.1, 0.3, 0.9]), choose.choice([0.0, 0.0, 0.3])
         self.sizes = [6, choose.choice([6, 7])]
         self.done: list[Any] = [form, self.sizes, self.options]
+        # Of its own, so that the programs of earlier seeds stay what they were in all else.
+        more = random.Random(seed * 31 + 7)
+        self.schedule, stores = more.choice(SCHEDULES), more.choice(STORES)
+        more_options = {"stores": stores, "count": more.random() < 0.2, "decides": more.random() < 0.3}
+        for side in sides:
+            side.model.options.update(more_options)
+        self.done.append((self.schedule, more_options))
         self.results: list[tuple[Any, Any]] = []
 
     def run(self) -> None:
         for i in range(self.calls):
             if self.choose.random() < self.often:
                 self.change()
+            for side in (self.ours, self.eager) if self.schedule else ():
+                scheduled(side, self.schedule, VALUES[i % len(VALUES)])
             self.call(i)
         for ours, expected in self.results:
             same(ours, expected, "a result, later")
@@ -341,6 +388,10 @@ class Program:
         same(ours_random, expected_random, "the random state")
         if ours is not None:
             self.results.append((ours, copy.deepcopy(expected)))
+        kept = [[each.model.kept, [*each.model.losses]] for each in (self.ours, self.eager)]
+        same(*kept, "what the model keeps")
+        if self.ours.model.options["stores"] != "a weight":
+            self.results.append((kept[0], copied(kept[1])))
         self.compare()
 
     def compare(self) -> None:
@@ -369,6 +420,8 @@ class Program:
         self.done.clear()  # the tracebacks of planted errors hold frames
         for side in (self.ours, self.eager):
             side.held.clear()
+            side.model.kept = None
+            side.model.losses.clear()
             side.model.zero_grad(set_to_none=True)
         if pool is not None and not pool.broken:
             known = {a for each in step.recordings.values() for one in each if one.pool is pool for a in one.blocks}
