@@ -235,11 +235,11 @@ def _compile_graph(
     left = NOTHING if limit is None else first_step.unpacked(dynamo.code_being_compiled(), asked.settings)
     planner = Planner(hooks.setting, gm, inputs, wrapper)
     hooks = dataclasses.replace(hooks, setting=planner.setting())
-    if planner.plans and options.inner == "inductor":
+    if planner.has_budget and options.inner == "inductor":
         patches = inductor.IN_PLANNED_ORDER | patches
     capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
     listed = records.recording_graphs()
-    again = aot.recomputing_pointwise(options.recompute_pointwise and not planner.plans)
+    again = aot.recomputing_pointwise(options.recompute_pointwise and not planner.has_budget)
     if not hooks.settings and listed is None:
         compilation = cudagraphs.compilation(capture) if capture is not None else None
         with again:

@@ -14,7 +14,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class OffloadSettings:
     max_stall_ms: float
     rates: Rates | None
     across_graphs: bool = False
+    for_budget: bool = False
 
 
 def settings_of(hook: Hook) -> OffloadSettings | None:
@@ -53,8 +54,14 @@ def unrounded(hook: Hook) -> Hook | None:
     settings = settings_of(hook)
     if settings is None or not hook.lossy:
         return None
-    limits = {name: value for name, value in vars(settings).items() if name != "exact"}
-    return offload(**limits)
+    limits = {name: value for name, value in vars(settings).items() if name not in ("exact", "for_budget")}
+    return for_budget(offload(**limits)) if settings.for_budget else offload(**limits)
+
+
+def for_budget(hook: Hook) -> Hook:
+    """`hook`, an `offload`, for a budget that counts on what it sends, see `Terms.for_budget`."""
+    pack: Any = hook.pack
+    return hook_of(replace(pack, settings=replace(pack.settings, for_budget=True)), hook.unpack)
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,7 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
             settings, limit, device, _ = slot.meta[_CANDIDATE]
             link = (settings.rates.to_host, settings.rates.to_device) if settings.rates else (0.0, 0.0)
             terms = Terms(settings.in_flight_bytes, settings.max_stall_ms, *link)
+            terms = terms._replace(for_budget=settings.for_budget)
             # torch saves those without a check of versions after the others
             kinds[device, limit, terms, value.meta.get(NO_VERSION_CHECK)].append((value, slot))
     groups = []

@@ -14,6 +14,7 @@ from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
 from ..settings.byte_sizes import bytes_of, shown
 from .apart import Ways
+from .by_hand import Whole
 from .device_memory import Outside, outside_of_step
 from .step import ALONE, Moment
 
@@ -37,6 +38,7 @@ class Budget:
         moments: what is alive beside the graph in a step of many compiled calls, see many.py.
         moments_at_least: the same if graphs that are compiled later hold their least; (): as `moments`.
         apart: ways to have some calls of the graph hold less than others, which are taken if they are faster.
+        wholes: the steps around the graph's calls, in which ways that a user can type are tried, see by_hand.py.
         least: the graph shall hold the least that it can: other calls hold saved tensors, nobody knows yet how many.
         lenient: if nothing stays under the peak, the least is taken, with a warning: a step was planned before, or has
             gathered parameters, whose bytes are an estimate.
@@ -54,6 +56,7 @@ class Budget:
     moments: tuple[Moment, ...] = ALONE
     moments_at_least: tuple[Moment, ...] = ()
     apart: Ways | None = None
+    wholes: tuple[Whole, ...] = ()
     least: bool = False
     lenient: bool = False
     around: Callable[[Hook], Hook] | None = None

@@ -23,7 +23,7 @@ import hashlib
 import threading
 import types
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,6 +42,7 @@ from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value
 from .apart import Ways, averaged, tried_counts
 from .budget import Budget, mib
+from .by_hand import Whole, whole_of
 from .measured import StepCheck, step_check
 from .versions import Mode, Version, held_bytes
 from .within import UNSEEN, bytes_of, own_bytes
@@ -50,6 +51,7 @@ _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8
 _MOST_BUSY, _WARNS_AGAIN = 8, 1.25  # steps in a row before a warning of busy threads; times what the last one said
+_FORWARD_SHARE = 1 / 3  # of the time of a call: a backward has twice the products of its forward
 _HEADROOM = 1.25  # of sizes that have grown more than once: they may grow slowly
 _NOT_KNOWN = Bytes(0, 0, 0)
 Products = Mapping[Any, int]  # of symbolic sizes, see sizes.py
@@ -67,6 +69,7 @@ class Graph:
         stock, least: bytes of a call without hooks, and of one that holds the least; None: not known.
         share: bytes that a call may take in the step that is planned, or takes if it is compiled for it (`is_fixed`);
             on average, if some calls hold less than others.
+        ms: the time of a call without hooks, as predicted.
         least_plan: the plan of a call that holds the least, if that is one graph without larger sizes.
         is_nested: in all planned steps, its calls run backward in the reverse order of their forwards. Else they are
             alike: a call that holds the least takes much in its backward, while those that hold more still hold it.
@@ -83,6 +86,7 @@ class Graph:
     stock: Bytes = _NOT_KNOWN
     least: Bytes | None = None
     share: Bytes = _NOT_KNOWN
+    ms: float = 0.0
     least_plan: Plan | None = None
     is_nested: bool = True
     calls: int = 1
@@ -122,6 +126,7 @@ class Graph:
                     moments_at_least=() if at_least == moments else at_least,
                     lenient=given.lenient or self.was_planned or estimated,
                     apart=self._apart() if part == 1 else None,
+                    wholes=self._wholes() if part == 1 else (),
                 )
             return given
 
@@ -137,6 +142,22 @@ class Graph:
         peak = int((1 - UNSEEN) * self.group.peak_bytes)
         counts = tuple((n, self._moments(n), self._tight_peak(least, n)) for n in tried_counts(self.calls))
         return Ways(step, step.ms * found.step_ratio, self.calls, peak, max_error, counts)
+
+    def _wholes(self) -> tuple[Whole, ...]:
+        """The steps around the graph's calls; () if ways that a user can type are not to be tried."""
+        traces = [trace for trace in self.group.traces if any(instant.runs is self for instant in trace)]
+        if not self.is_nested or self.sizes or not traces or aot.cuts_for_ddp():
+            return ()
+        saved: Counter[Graph] = Counter()
+        for instant in traces[-1]:
+            saved[instant.runs] += instant.runs.stock.held
+        peak, link_share = int((1 - UNSEEN) * self.group.peak_bytes), saved[self] / max(1, saved.total())
+
+        def ms(graph: Graph, phase: str) -> float:
+            return graph.ms * (_FORWARD_SHARE if phase == "forward" else 1 - _FORWARD_SHARE)
+
+        found = [whole_of(self, trace, lambda graph: graph.share, ms, peak, link_share) for trace in traces]
+        return tuple(whole for whole in found if whole is not None)
 
     def _tight_peak(self, nbytes: Bytes, count: int) -> int:
         return max(tight_peak(self, trace, lambda graph: graph.share, count, nbytes) for trace in self.group.traces)
@@ -190,6 +211,7 @@ class Graph:
                 self.group.check = step_check(self.group.budget, plans, tighter=self.group.over > 0)
             else:
                 self.stock = Bytes.total(bytes_of(plan.live_before) for plan in found).times(growth)
+                self.ms = sum(plan.before_ms for plan in found)
             if listed is not None:
                 self.listed.append((listed, list(plans)))
             if mode is Mode.LEAST:
@@ -235,6 +257,8 @@ class Group:
         notes_parameters: whether calls note their parameters, to find the bytes of gradients.
         needs_plan: whether a step is to be planned.
         gathered_bytes: what is gathered for the first call, see steps/parameters.py.
+        ended: how many steps have ended.
+        why: why graphs were compiled again last, for the log.
         incomplete: how many steps in a row had calls without a backward.
         counted: whether `least` is planned for the number of calls in `traces`, not for an unknown number.
     """
@@ -250,6 +274,8 @@ class Group:
     notes_parameters: bool = True
     needs_plan: bool = False
     gathered_bytes: int = 0
+    ended: int = 0
+    why: str = ""
     incomplete: int = 0
     counted: bool = False
     busy: int = 0
@@ -293,7 +319,9 @@ class Group:
                 version, (a for a in args if isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf)
             )
             alone = version.mode is version.graph.mode is Mode.ALONE
-            if alone and len(step.holding) > 1 and held_bytes(step) > _SMALL * self.peak_bytes:
+            held = held_bytes(step)
+            if alone and len(step.holding) > 1 and held > _SMALL * self.peak_bytes:
+                self.why = f"step {self.ended + 1} holds {mib(held)} of {mib(self.peak_bytes)}, and may go on"
                 version.graph.compile_again(Mode.LEAST)
         autograd.at_end_of_backward(
             outputs,
@@ -324,6 +352,7 @@ class Group:
 
     def on_step_end(self, step: Step) -> None:
         """Plan for `step`, if it is not one that fits."""
+        self.ended += 1
         gathered, gathered_first = gathered_bytes(step)
         self.gathered_bytes = max(self.gathered_bytes, gathered_first)
         trace = step.trace()
@@ -369,6 +398,7 @@ class Group:
                 why = f"they were, {_MOST_COMPILED} times"
             self.busy = self.busy + 1 if why == dynamo.BUSY else 0
             if not why:
+                self.why = f"step {self.ended} peaks at {mib(taken)} of {mib(self.peak_bytes)}"
                 self.plan(trace, of_graphs, graphs)
             if not why or self.busy:
                 self.notes_parameters = self.needs_plan = True  # the next step is checked, or planned

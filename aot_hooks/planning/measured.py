@@ -24,6 +24,7 @@ import torch
 from ..errors import BudgetWarning, warn_user
 from ..identity.memo import Memo
 from ..passes.plan import Plan
+from ..steps.schedule import DECIDED_LATER
 from ..torch_private import dynamo
 from ..torch_private.autograd import at_end_of_backward
 from .budget import Budget
@@ -33,6 +34,7 @@ log = logging.getLogger("aot_hooks")
 _MIB = 1 << 20
 _AFTER = "after the compiled forward: in the loss, or in the backward"
 _TRIES = 3  # calls that are measured alone
+_UNPLANNED = 8  # Steps until copies that are decided at run time follow a plan. Up to then all is sent.
 _ROOM = 1.25  # times the bytes that a plan did not foresee: the next plan may miss more
 _tighter: Memo[dict[Any, Budget]] = Memo()  # by the `torch.compile` wrapper: by code and budget, the one to plan with
 
@@ -123,6 +125,7 @@ class StepCheck:
     Attributes:
         tighter: the steps run a plan that was made tighter because an earlier step was over the budget.
         alone: a step was over the budget, so the counters are restarted for each of the next ones.
+        waits: steps that pass before the first is measured.
     """
 
     budget: Budget
@@ -132,10 +135,14 @@ class StepCheck:
     done: bool = False
     alone: bool = False
     restarts: int = 0
+    waits: int = 0
 
     def begins(self) -> int | None:
         """A step begins; returns the bytes that are allocated, None if it is not measured."""
         if self.done or self.restarts == _TRIES:  # such steps had no backward, or other calls
+            return None
+        if self.waits:
+            self.waits -= 1
             return None
         if self.alone:
             self.restarts += 1
@@ -167,7 +174,10 @@ class StepCheck:
 def step_check(budget: Budget, plans: Sequence[Plan], *, tighter: bool) -> StepCheck | None:
     """The check of a step with `plans`; None where nothing counts bytes."""
     device, peak = _cuda_device(plans), budget.peak_bytes
-    return None if device is None or peak is None else StepCheck(budget, peak, Counters(device), tighter)
+    if device is None or peak is None:
+        return None
+    at_run_time = any(t.placement.reason == DECIDED_LATER for plan in plans for t in plan.transfers)
+    return StepCheck(budget, peak, Counters(device), tighter, waits=_UNPLANNED if at_run_time else 0)
 
 
 def _warn(budget: Budget, peak: int, taken: int, predicted: int, where: str, *, tighter: bool) -> None:

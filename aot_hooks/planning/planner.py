@@ -10,6 +10,8 @@ For a setting that is no budget a planner leaves everything as it is.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ from .sizes import NO_SIZES, Sizes, guarded
 from .versions import Version
 from .within import partition_within
 
+log = logging.getLogger("aot_hooks")
 _Compiled = Callable[..., Any]
 
 
@@ -57,6 +60,7 @@ class Planner:
         self._setting = asked
         self._tight_run: _Compiled | None = None
         self._version: Version | None = None
+        self._begun_s = time.perf_counter()
         if asked is not None and isinstance(asked.rule, Budget):
             self._budget = rule = measured.tightened(asked.rule, wrapper)
             self.sizes = Sizes.of(gm)
@@ -66,8 +70,8 @@ class Planner:
             self._setting = Setting(rule, asked.scope)
 
     @property
-    def plans(self) -> bool:
-        """Whether there is a budget."""
+    def has_budget(self) -> bool:
+        """Whether the setting is one."""
         return self._budget is not None
 
     def setting(self) -> Setting | None:
@@ -76,7 +80,7 @@ class Planner:
 
     def key(self) -> dict[str, Any]:
         """What cache keys contain beside the setting: a plan is for the sizes that it was made at."""
-        return {"sizes": [*self.sizes.hints().values()]} if self.plans else {}
+        return {"sizes": [*self.sizes.hints().values()]} if self.has_budget else {}
 
     def compile(
         self, gm: GraphModule, plans: list[Plan], compile_with: Callable[[GraphModule, Any, list[Plan]], _Compiled]
@@ -103,9 +107,23 @@ class Planner:
         if self._graph is None:
             return run
         self._version = self._graph.compiled(plans, listed, self.tight_plans, self.sizes.hints())
-        if self._version is None or self._tight_run is None:
+        if self._version is None:
+            return run
+        if self._graph.compiled_count:
+            self._log(self._version, plans)
+        if self._tight_run is None:
             return run
         return many.by_call(run, self._tight_run, self._version)
+
+    def _log(self, version: Version, plans: Sequence[Plan]) -> None:
+        """One line for each compilation that a budget has asked for."""
+        step = plans[-1].in_step if plans else None
+        calls = "" if step is None else f", for {step.calls} calls, at {plans[-1].step_ratio:.3f} of their time"
+        seconds = time.perf_counter() - self._begun_s
+        why, mode = version.graph.group.why, version.mode.value
+        log.info(
+            "%r: %s, as predicted: a graph is compiled again (%s%s), %.0f s", self._budget, why, mode, calls, seconds
+        )
 
     def wrap(self, run: _Compiled, plans: Sequence[Plan]) -> _Compiled:
         """`run` with what a budget does at run time."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,8 @@ from ..passes.plan import NOTHING, Decision, InStep, Plan, Unpacked
 from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
-from .apart import Ways, as_data, is_faster
+from . import by_hand
+from .apart import GAIN, Ways, as_data, is_faster
 from .budget import EXACT, Budget, fitted, mib
 from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
 from .options import Graphs, step_of
@@ -39,6 +41,7 @@ from .search import NEAR, Limits, Tried, search
 from .solver import Solution
 from .step import ALONE, COMPUTED, KEPT, RECOMPUTE, Apart, Bytes, Moment, Option, Step
 
+log = logging.getLogger("aot_hooks")
 _Planned = tuple[GraphModule, GraphModule, Plan]  # forward, backward
 RECOMPUTED = Hook(RECOMPUTE, in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that the backward computes again. Never run."""
@@ -71,7 +74,7 @@ def partition_within(
     joint: GraphModule,
     split: Callable[[], tuple[GraphModule, GraphModule]],
     without_hooks: Callable[[], tuple[tuple[LivePoint, ...], float]],
-    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace], Plan],
+    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace | None], Plan],
     setting: Setting,
     *,
     num_fwd_outputs: int,
@@ -127,6 +130,8 @@ def partition_within(
         ):
             break
     found = _or_apart(found, budget.apart, lambda apart: within(replace(strict, moments=apart.moments)))
+    if budget.wholes:
+        found = _or_by_hand(found, setting, graphs, without_hooks, rewrite)
     if found is not None:
         return found
     if budget.lenient:
@@ -151,6 +156,51 @@ def _or_apart(found: _Planned | None, ways: Ways | None, planned: Callable[[Apar
             if plan.in_step is not None and is_faster(apart.ratio_with(plan.step_ratio), ratio):
                 return fw, bw, replace(plan, in_step=replace(plan.in_step, tight_calls=apart.tight_calls))
     return found
+
+
+def _or_by_hand(
+    found: _Planned | None,
+    setting: Setting,
+    graphs: Callable[[], Graphs],
+    without_hooks: Callable[[], tuple[tuple[LivePoint, ...], float]],
+    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace | None], Plan],
+) -> _Planned | None:
+    """The plan to take: `found`, or a way that a user can type if the step is faster with it. See `_or_apart`."""
+    budget: Any = setting.rule
+    ratio = budget.step_ratio if found is None else _average_ratio(found[2], budget.apart)
+    stock = graphs().boundary
+    before, before_ms = without_hooks()
+    saved = sum(v.row.nbytes for v in stock.tensors)
+    ways = by_hand.Ways(
+        budget.wholes,
+        budget.allow,
+        _ERROR * budget.max_error,
+        setting.scope,
+        graphs,
+        lambda fw, bw, typed: rewrite(fw, bw, typed, None),
+        saved,
+    )
+    typed = ways.fastest(min(before_ms * budget.step_ratio, before_ms * ratio * (1 - GAIN)))
+    if typed is None:
+        return found
+    reasons = tuple(
+        replace(d, settings=(setting.key,), reason=f"budget: {typed.name}; {d.reason}") for d in typed.plan.decisions
+    )
+    plan = replace(typed.plan, decisions=reasons, live_before=before, live_after=typed.live)
+    plan = replace(plan, before_ms=before_ms, after_ms=typed.step.call_ms)
+    own = bytes_of(typed.live)
+    held = min(by_hand.held_on_average(whole, own, whole.peak) for whole in budget.wholes)
+    plan = _in_step(plan, budget.moments, held)
+    log.info("%r: %s for %d calls of a graph", budget, typed.name, budget.wholes[-1].calls)
+    return typed.fw, typed.bw, plan
+
+
+def _average_ratio(plan: Plan, ways: Ways | None) -> float:
+    """The time of a call over that without hooks, of all calls if some of them are to hold the least."""
+    tight_calls = 0 if plan.in_step is None else plan.in_step.tight_calls
+    if ways is None or not tight_calls:
+        return plan.step_ratio
+    return (tight_calls * ways.tight_ms / ways.step.ms + (ways.calls - tight_calls) * plan.step_ratio) / ways.calls
 
 
 def _partition(
@@ -272,17 +322,24 @@ def own_bytes(plan: Plan) -> Bytes:
     return Bytes(found.forward - share.beside_forward, share.held_bytes, found.backward - share.beside_backward)
 
 
-def _in_step(plan: Plan, moments: Sequence[Moment]) -> Plan:
-    """`plan` with the bytes of the other calls of its step, if there are any."""
+def _in_step(plan: Plan, moments: Sequence[Moment], held: int | None = None) -> Plan:
+    """`plan` with the bytes of the other calls of its step, if there are any.
+
+    `held`: what each call holds, if its live bytes don't say it.
+    """
     if moments == ALONE:
         return plan
 
-    def shifted(points: Sequence[LivePoint]) -> tuple[LivePoint, ...]:
+    def bytes_of_call(points: Sequence[LivePoint]) -> Bytes:
         own = bytes_of(points)
+        return own if held is None else own._replace(held=min(held, own.held))
+
+    def shifted(points: Sequence[LivePoint]) -> tuple[LivePoint, ...]:
+        own = bytes_of_call(points)
         beside = {phase: own.beside(moments, phase) for phase in ("forward", "backward")}
         return tuple(replace(p, live_bytes=p.live_bytes + beside[p.phase]) for p in points)
 
-    own, running = bytes_of(plan.live_after), [m for m in moments if m.phase]
+    own, running = bytes_of_call(plan.live_after), [m for m in moments if m.phase]
     share = InStep(
         1 + max(m.calls for m in running),
         own.held,

@@ -13,7 +13,7 @@ offloading/at_run_time.py notes each of its operators here, and gets the actions
 The plan holds for as long as events come as in its trace. At the first other event all copies in flight are joined.
 A step of symbolic sizes may follow the plan of one whose sizes are a bit larger.
 In the first steps of a program, and in those of new symbolic sizes, all tensors are sent, and waited for at the next
-operator: they may not fit otherwise. Later, what has no plan stays, unless its hook allows any stall.
+operator: they may not fit otherwise. Later, what has no plan stays, unless its hook allows any stall, or is a budget's.
 Nothing here touches a device.
 """
 
@@ -204,7 +204,7 @@ class Follower:
                 self.run = _Run(step, sends_all)
             run = self.run
             is_new = terms.is_symbolic and self._planned_count < _MOST_PLANNED  # it will have a plan
-            sends = bool(run.sends_all or is_new or math.isinf(terms.max_stall_ms))
+            sends = bool(run.sends_all or is_new or math.isinf(terms.max_stall_ms) or terms.for_budget)
             call = self.recorder.saves(Sends(tuple(nbytes), terms))
             items = [SavedItem(sends, call, len(run.items) + i) for i in range(len(nbytes))]
             run.items += items
@@ -348,7 +348,8 @@ class Follower:
         steps = [[b - a for a, b in zip(run[1::2], run[2::2], strict=False)] for run in runs]
         known.at_ms = list(itertools.accumulate(map(min, zip(*steps, strict=True)), initial=0.0))
         plan = self.plan(known.trace, known.at_ms, known.share)
-        adapts = self.adapts and math.isfinite(plan.allowed_ms)
+        counted_on = any(sends.terms.for_budget for sends in known.trace.calls)
+        adapts = self.adapts and math.isfinite(plan.allowed_ms) and not counted_on
         known.progress = Progress.TRIED if adapts else Progress.SETTLED
         self._planned_count += known.is_symbolic
         return plan

@@ -34,6 +34,8 @@ class Terms(NamedTuple):
     to_device: float
     ends_graph: float = True  # no other operator of its graph comes after this one
     is_symbolic: float = False  # the bytes of its tensors differ from call to call
+    # A budget counts on what is sent: what has no plan is sent, too, and no plan is tried that sends less.
+    for_budget: float = False
 
 
 class Sends(NamedTuple):

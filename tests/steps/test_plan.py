@@ -305,6 +305,13 @@ def test_only_the_first_steps_send_what_has_no_plan() -> None:
     assert [anything.run(nbytes=nbytes) for nbytes in range(1, 10)] == [6] * 9, "any stall is allowed"
 
 
+def test_what_a_budget_counts_on_is_sent_with_a_plan_and_without() -> None:
+    counted_on = TERMS._replace(for_budget=True)
+    link = SharedLink(stall_ms=1.0, terms=counted_on)
+    assert [link.run() for _ in range(24)] == [6, 6, 6] + [5] * 21, "no plan is tried that sends less"
+    assert link.run(nbytes=500) == 6, "another step has none yet"
+
+
 def test_steps_that_break_off_do_not_push_out_the_plan() -> None:
     """As a step whose loss reads fewer of its graphs: it begins as the planned one, and ends before it."""
     link = SharedLink(1.0, adapts=False)

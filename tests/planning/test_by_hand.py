@@ -1,0 +1,164 @@
+"""Ways that a user can type, as candidates for a budget of many calls: the simulated step, and steps that run."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import random
+from typing import Any
+
+import many_blocks
+import pytest
+import torch
+from many_blocks import Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
+from small_budgets import budget
+
+import aot_hooks
+from aot_hooks.offloading import at_run_time
+from aot_hooks.planning import by_hand
+from aot_hooks.planning.by_hand import Call, Whole, held_on_average, predicted, whole_of
+from aot_hooks.steps.memory import Bytes
+from aot_hooks.steps.moments import Instant
+
+x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
+
+FAST = aot_hooks.Rates(to_host=1e9, to_device=1e9, memory=1e12, operations=1e15, operations32=1e15)
+
+
+def instants_of(graphs: str) -> list[Instant]:
+    """Forwards of `graphs` in order, then their backwards; each leaves 10 bytes of gradients."""
+    held = [{g: graphs[:i].count(g) for g in graphs[:i]} for i in range(len(graphs))]
+    events = [Instant("forward", g, h) for g, h in zip(graphs, held, strict=True)]
+    left = itertools.count(0, 10)
+    return events + [Instant("backward", g, h, next(left)) for g, h in reversed([*zip(graphs, held, strict=True)])]
+
+
+def whole(graphs: str, sizes: dict[str, Bytes], peak: int = 1 << 40) -> Whole:
+    found = whole_of("a", instants_of(graphs), sizes.__getitem__, lambda graph, phase: 1.0, peak, 1.0)
+    assert found is not None
+    return found
+
+
+# --- the simulated step -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_copies_a_step_takes_what_its_instants_say(seed: int) -> None:
+    chosen = random.Random(seed)
+    graphs = "".join(chosen.choice("aab") for _ in range(10)) + "a"
+    sizes = {g: Bytes(*(chosen.randrange(1, 100) for _ in range(3))) for g in "ab"}
+    own = whole(graphs, sizes)
+    items = (sizes["a"].held // 2, sizes["a"].held // 3)
+    found = predicted(own, Call(sizes["a"], items, 2.0, 3.0), 1e9, 0.0, None)
+    assert found.peak == max(instant.nbytes(sizes.__getitem__) for instant in instants_of(graphs))
+    assert (found.call_ms, found.stall_ms) == (5.0, 0.0) and own.calls == graphs.count("a")
+
+
+def test_the_whole_step_hides_the_copies_of_its_first_calls() -> None:
+    """A call of 2 + 4 ms makes 3 MB, whose copies take 3.2 ms each way: alone it hides none, 12 calls hide most."""
+    sizes = {"a": Bytes(4_000_000, 3_000_000, 5_000_000)}
+    call = Call(sizes["a"], (1_000_000,) * 3, 2.0, 4.0)
+    alone, many = (predicted(whole("a" * n, sizes), call, 1e9, 0.0, FAST) for n in (1, 12))
+    assert alone.peak == 5_000_000 and alone.call_ms == pytest.approx(6.0)
+    all_kept = 11 * 3_000_000 + 5_000_000
+    assert many.peak < 0.55 * all_kept and many.call_ms == pytest.approx(6.0, rel=0.1)
+    slower = predicted(whole("a" * 12, sizes), call, 4e6, math.inf, FAST)
+    assert slower.peak < 0.7 * many.peak and slower.stall_ms > many.stall_ms + 5
+
+
+def test_copies_share_the_link_with_those_of_other_graphs() -> None:
+    sizes = {"a": Bytes(4_000_000, 3_000_000, 5_000_000)}
+    call, own = Call(sizes["a"], (1_000_000,) * 3, 2.0, 4.0), whole("a" * 12, sizes)
+    shared = Whole(own.points, own.peak, link_share=0.5)
+    assert predicted(own, call, 1e9, 0.0, FAST).peak < predicted(shared, call, 1e9, 0.0, FAST).peak
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_calls_that_count_alike_stay_under_the_peak_of_those_that_do_not(seed: int) -> None:
+    chosen = random.Random(seed)
+    graphs = "".join(chosen.choice("aab") for _ in range(10)) + "a"
+    sizes = {g: Bytes(*(chosen.randrange(1, 100) for _ in range(3))) for g in "ab"}
+    own = whole(graphs, sizes)
+    call = Call(sizes["a"], (sizes["a"].held,), 2.0, 3.0)
+    peak = max(predicted(own, call, 1e9, math.inf, FAST).peak, 150)
+    alike = {**sizes, "a": sizes["a"]._replace(held=held_on_average(own, sizes["a"], peak))}
+    beside = [i.nbytes({**sizes, "a": Bytes(0, 0, 0)}.__getitem__) for i in instants_of(graphs) if i.runs == "b"]
+    highest = max(instant.nbytes(alike.__getitem__) for instant in instants_of(graphs))
+    assert highest <= max(peak, *beside, max(sizes["a"].forward, sizes["a"].backward) + 10 * len(graphs) + 1000)
+    if alike["a"].held not in (0, sizes["a"].held):
+        assert highest <= peak
+
+
+def test_a_backward_without_its_forward_is_no_step() -> None:
+    sizes = {"a": Bytes(1, 1, 1)}
+    instants = instants_of("aa")[1:]
+    assert whole_of("a", instants, sizes.__getitem__, lambda graph, phase: 0.0, 10, 1.0) is None
+
+
+# --- steps that run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int, int]]:
+    """A CPU whose copies run beside the compute; for each way that fits the time of a call, the peak and the budget."""
+    rates = aot_hooks.Rates(to_host=3e10, to_device=3e10, memory=2e10, operations=1e11, operations32=1e11)
+    monkeypatch.setattr(by_hand, "_link", lambda graphs: rates)
+    monkeypatch.setattr(by_hand, "_MIN_BYTES", 0)
+    clock = itertools.count(0.0, 0.25e-3)
+    monkeypatch.setattr(at_run_time, "_mark", lambda device: next(clock))
+    found: list[tuple[float, int, int]] = []
+    typed = by_hand.Ways._typed
+
+    def noted(ways: by_hand.Ways, *args: Any, **named: Any) -> Any:
+        way = typed(ways, *args, **named)
+        if way is not None:
+            found.append((way.step.call_ms, way.step.peak, ways.wholes[-1].peak))
+        return way
+
+    monkeypatch.setattr(by_hand.Ways, "_typed", noted)
+    return found
+
+
+def test_a_budget_takes_the_copies_of_a_whole_step_where_they_are_faster(x, link, compiled_kinds, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "aot_hooks")
+    model = model_of(*[Block] * 16)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.25)
+    compile_blocks(model, budget(peak, max_error=0, allow=("recompute", "offload")))
+    for _ in range(8):
+        assert_equal(train(model, x), expected)
+    assert compiled_kinds == ["alone", "least", "planned"]
+    lines = [r.getMessage() for r in caplog.records if "is compiled again" in r.getMessage()]
+    assert len(lines) == 2 and "step 1 holds" in lines[0] and "step 1 peaks at" in lines[1], lines
+    (plan,) = aot_hooks.last_plans(model)
+    assert plan.in_step.calls == 16 and plan.peak_bytes <= peak
+    assert plan.transfers and all(d.reason.startswith("budget: offload()") for d in plan.decisions)
+    assert aot_hooks.offload_stats()["step_graph_count"] == 16 and aot_hooks.offload_stats()["step_sent_bytes"] > 0
+    assert link and all(most <= whole_peak for _, most, whole_peak in link)
+    assert plan.after_ms <= min(ms for ms, _, _ in link)
+    assert measured(model, x, tmp_path) <= peak
+
+
+@pytest.mark.slow
+def test_a_way_that_is_no_faster_changes_nothing(x, link, compiled_kinds) -> None:
+    """At 0.7 of the peak some calls compute a bit again, which takes less than copies do."""
+    model = model_of(*[Block] * 6)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.7), max_error=0, allow=("recompute",)))
+    for _ in range(4):
+        assert_equal(train(model, x), expected)
+    (plan,) = aot_hooks.last_plans(model)
+    assert plan.after_ms <= min((ms for ms, _, _ in link), default=math.inf)
+    assert not aot_hooks.offload_stats()["sent_count"] and not plan.transfers
+
+
+@pytest.mark.slow
+def test_rounded_ways_stay_within_the_error(x, link) -> None:
+    model = model_of(*[Block] * 8)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.25), allow=("recompute", "offload", "float8"), max_error=0.06))
+    for _ in range(5):
+        found = train(model, x)
+        apart = sum((f - e).square().sum() for f, e in zip(found, expected, strict=True))
+        assert torch.as_tensor(apart).sqrt() <= 0.06 * torch.cat([e.flatten() for e in expected]).norm()
+    assert aot_hooks.last_plans(model)[-1].peak_bytes <= peak_of(model_of(*[Block] * 8), x, 0.25)
