@@ -35,7 +35,7 @@ _KEPT_AFTER, _KEPT_AGAIN = 8, 2
 _RAISED = 8  # The limit above is raised by this factor each time that the backward of a kept call runs after all.
 _MOST_KEPT_AFTER = 4096  # The limit above is never raised beyond this number of calls.
 _MOST_AFTER = 1024  # Held calls also count as kept after this many later calls of any kind.
-_MOST_REPLACED = 2  # They also do once this many calls were dropped although a later call had run backward.
+_MOST_REPLACED = 2  # They also do once calls were dropped this many times although a later call had run backward.
 _MOST_EVENTS = 1 << 17  # A step of more events is cut, so that a program without an end takes no memory for ever.
 
 
@@ -112,7 +112,7 @@ class Step:
         number: no other step has it.
         holding: the calls that hold what they saved, by number.
         most: the most calls that held something at the same time.
-        replaced: how many calls were dropped after the backward of a later one.
+        replaced: the numbers of events before which calls were dropped after the backward of a later one.
         is_over: nothing is held any more, and whoever wants to know was told.
         is_part: it began without calls whose backward runs in it, because these were left out.
         notes_parameters: its calls note their parameters.
@@ -124,7 +124,7 @@ class Step:
     dropped: list[tuple[int, int]] = field(default_factory=list)
     holding: dict[int, Call] = field(default_factory=dict)
     most: int = 0
-    replaced: int = 0
+    replaced: set[int] = field(default_factory=set)
     is_over: bool = False
     is_part: bool = False
     notes_parameters: bool = False
@@ -146,7 +146,8 @@ class Step:
             return False
         if not call.was_read:
             self.dropped.append((call.number, len(self.events)))
-            self.replaced += any(later.was_read for later in self.calls[call.number + 1 :])
+            if any(later.was_read for later in self.calls[call.number + 1 :]):
+                self.replaced.add(len(self.events))
         return True
 
 
@@ -244,7 +245,7 @@ class Recorder:
             return True
         if autograd.current_backward() != -1:
             return False
-        if step.replaced >= _MOST_REPLACED:
+        if len(step.replaced) >= _MOST_REPLACED:
             return True
         after = step.calls_since
         if after < _KEPT_AGAIN * len(step.holding):

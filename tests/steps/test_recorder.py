@@ -125,6 +125,23 @@ def test_a_call_that_each_step_replaces_is_left_out() -> None:
     assert steps.ended
 
 
+def test_calls_that_are_dropped_together_are_no_end() -> None:
+    """As the first stage of a pipeline, which runs once more than its backward, to learn its shapes."""
+    steps = Steps()
+    extra = [steps.forward("a") for _ in range(3)]
+    calls = [steps.forward("a") for _ in range(6)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps.backward(calls.pop(0))
+        for call in extra:
+            steps.recorder.drop(call)
+        calls.append(steps.forward("a"))
+        for call in calls:
+            steps.backward(call)
+    (trace,) = steps.ended
+    assert len(trace.calls) == 10 and [number for number, _ in trace.dropped] == [0, 1, 2]
+
+
 def test_a_step_without_an_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorders, "_MOST_EVENTS", 10)
     steps = Steps()
