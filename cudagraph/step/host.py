@@ -213,10 +213,10 @@ class HostState:
                 raise CannotCompare(f"depends on more than {MOST_VALUES} host values, such as {path}")
 
     def _visit(self, path: str, value: Any, depth: int) -> None:
-        if isinstance(value, PLAIN):
-            self.leaves[path] = type(value), value.hex() if isinstance(value, float) else value
-        elif isinstance(value, Traced):  # a number of a capture, where the step itself has stored it
+        if isinstance(value, Traced):  # a number of a capture, where the step itself has stored it
             self.leaves[path] = f"a number that the step computes from {value.name}"
+        elif isinstance(value, PLAIN):
+            self.leaves[path] = type(value), value.hex() if isinstance(value, float) else value
         elif value is MISSING:
             self.leaves[path] = MISSING
         elif id(value) not in self._seen:

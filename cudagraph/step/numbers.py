@@ -9,8 +9,9 @@
 What the step computes from such numbers on the host, `1 - lr * weight_decay` or `self.tokens + 128`, is computed on the
 host in each replay too, in float64. The step's own assignments of such numbers are repeated.
 
-`torch.SymFloat` is the base of traced numbers because torch's functions take one wherever they take a number. If one
-comes past the function mode below, torch asks its `node` for a number, and that is a condition as well.
+`torch.SymFloat` is the base of traced numbers because torch's functions take one wherever they take a number. In a hook
+of a backward no function mode is on. There a number reaches the dispatch mode of watch.py, or torch asks its `node` for
+it. That is a condition as well, or the end of the capture.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture
 from . import scalars
 
@@ -59,6 +61,8 @@ class Traced:
     value: Callable[[], Any]
     key: Hashable  # equal for numbers that are computed alike
     name: str  # the path of a number that it is computed from
+    kind: type  # int or float
+    __class__ = property(lambda self: self.kind)  # for `isinstance(x, float)`
 
     def derived(self, op: Callable[..., Any], *operands: Any) -> Any:
         """The result of `op` as a traced number; a condition, if it is no int or float."""
@@ -138,7 +142,7 @@ class _Foreign(Traced):
 def traced(numbers: Numbers, value: Callable[[], Any], key: Hashable, name: str) -> Any:
     cls: Any = (_TracedInt if type(value()) is int else _TracedFloat) if numbers.for_torch else _Foreign
     made = cls.__new__(cls)
-    made.numbers, made.value, made.key, made.name = numbers, value, key, name
+    made.numbers, made.value, made.key, made.name, made.kind = numbers, value, key, name, type(value())
     made.node = _Node(made)
     return made
 
@@ -216,23 +220,24 @@ class Numbers:
     # --- while the step is captured
 
     @contextlib.contextmanager
-    def in_place(self, optimizers: Sequence[torch.optim.Optimizer] | None = None) -> Iterator[None]:
-        """A context in which the step finds traced numbers in the places. With `optimizers`, torch's functions take
-        them within `step()` of these alone: elsewhere no function mode is on, for the sake of code that is compiled."""
+    def in_place(self, optimizers: Sequence[torch.optim.Optimizer], *, everywhere: bool) -> Iterator[None]:
+        """A context in which the step finds traced numbers in the places. Torch's functions take them within `step()`
+        of the optimizers, in hooks of a backward too, and elsewhere only if `everywhere`: there is no function mode
+        around code that Dynamo compiles."""
         if not self.places:
             yield
             return
         originals = {path: place.get() for path, place in self.places.items()}
-        self.for_torch = optimizers is None
+        self.for_torch = everywhere
         given: dict[str, Any] = {}
         for path, place in self.places.items():
             given[path] = self._traced(path)
             place.put(given[path])
         try:
             with contextlib.ExitStack() as stack:
-                if optimizers is None:
+                if everywhere:
                     stack.enter_context(_Operators())
-                for optimizer in optimizers or ():
+                for optimizer in optimizers:
                     stack.enter_context(self._within_step(optimizer, given))
                 yield
             self._note_assigned(given)
@@ -244,7 +249,11 @@ class Numbers:
     def _within_step(self, optimizer: Any, given: Mapping[str, Any]) -> Iterator[None]:
         inner, own = optimizer.step, vars(optimizer)
 
+        @functools.partial(torch.compiler.disable, reason="it reads numbers on the device")
         def step(*args: Any, **kwargs: Any) -> Any:
+            if self.for_torch:
+                with _Operators():
+                    return inner(*args, **kwargs)
             self.for_torch = True
             within = {path: self._traced(path) for path in self.places}
             for path, place in self.places.items():
@@ -340,6 +349,19 @@ class Numbers:
         for path, value in values:
             self.places[path].put(value)
         return [self.places[path] for path, _ in values]
+
+
+def settled(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an operator with plain numbers in place of traced ones, which come to an operator only where no
+    function mode is on, such as in hooks of a backward."""
+    flat, spec = torch_cuda.flatten((args, kwargs))
+    numbers = [x for x in flat if isinstance(x, Traced)]
+    if not numbers:
+        return args, kwargs
+    if torch.is_grad_enabled():  # torch has saved it for the backward, and not as the number that it is
+        raise CannotCapture(f"uses {numbers[0].name} where torch's function modes are off")
+    args, kwargs = torch_cuda.unflatten([x.settled() if isinstance(x, Traced) else x for x in flat], spec)
+    return args, kwargs
 
 
 class _Operators(TorchFunctionMode):

@@ -18,6 +18,7 @@ import torch
 from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture
 from .host import PLAIN, Entry
+from .numbers import Traced
 
 
 class ChangesValue(CannotCapture):
@@ -88,7 +89,8 @@ class Outputs:
         """After a replay: store copies. Returns the entries."""
         for path, (flat, spec) in self._made.items():
             container, key = self._entries[path]
-            container[key] = torch_cuda.unflatten([x.clone() if id(x) in self._copied else x for x in flat], spec)
+            new = [x.clone() if id(x) in self._copied else x.value() if isinstance(x, Traced) else x for x in flat]
+            container[key] = torch_cuda.unflatten(new, spec)
         return [self._entries[path] for path in self._made]
 
 

@@ -254,14 +254,13 @@ def record(
         inputs = Inputs(pool, flat, device)
         known = [*tensors, *gradients.before, *numbers.tensors]
         watch = OperatorWatch(device, inputs.by_storage(), known)
-        traced_in = None if is_watched else [*host.optimizers.values()]
-
         rates_read: list[str] = []
 
         def captured() -> Any:
             args, kwargs = arguments_of(inputs.arguments(flat), spec)
+            in_place = numbers.in_place([*host.optimizers.values()], everywhere=is_watched)
             watched = torch_cuda.dispatching(watch.operator) if is_watched else contextlib.nullcontext()
-            with watched, noting_reads(host.schedulers, rates_read), as_they_are(), numbers.in_place(traced_in):
+            with watched, noting_reads(host.schedulers, rates_read), as_they_are(), in_place:
                 result = run(*args, **kwargs)
             random_states.append(torch.get_rng_state())  # before the capture puts it back
             return torch_cuda.flatten(result)

@@ -23,6 +23,7 @@ import torch
 from ..graph.blockers import COPIES, CPU, HOST_READS, is_host_operator, name_of, tensors_in
 from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture
+from .numbers import settled
 from .users_code import OUR_OWN, is_users
 
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
@@ -56,6 +57,7 @@ class OperatorWatch:
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run `func`, or raise `CannotCapture` with the user's line."""
+        args, kwargs = settled(args, kwargs)
         tensors = tensors_in((args, [*kwargs.values()]))
         for x in tensors:
             if hasattr(x, "trip"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import queue
 
 import pytest
@@ -226,6 +227,62 @@ def test_compiled_models_and_an_eager_optimizer(device):
     assert_equal(*models)
     assert step.refused == "" and cudagraph.stats()["recordings"] == 1
     assert {modes.get() for _ in range(modes.qsize())} == {0}
+
+
+def step_of_one(optimizer, parameter):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_optimizer_that_steps_in_the_backward(device):
+    """Hooks of a backward run without the function mode of the step."""
+
+    def make(model):
+        optimizers = [torch.optim.SGD([p], lr=0.5, momentum=0.5) for p in model.parameters()]
+        for p, optimizer in zip(model.parameters(), optimizers, strict=True):
+            p.register_post_accumulate_grad_hook(functools.partial(step_of_one, optimizer))
+
+        def step(x, y):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss.detach()
+
+        return step, optimizers
+
+    nets = [Net().to(device)]
+    nets.append(copy.deepcopy(nets[0]))
+    (ours, *ours_optimizers), (eager, *eager_optimizers) = map(make, nets)
+    step = cudagraph.whole_step(ours)
+    for i, (x, y) in enumerate(batches(device, 10)):
+        for each in (*ours_optimizers[0], *eager_optimizers[0]):
+            each.param_groups[0].update(lr=0.5 ** (3 + i % 4))
+        assert torch.equal(step(x, y), eager(x, y))
+        assert_equal(*nets)
+    assert step.refused == "" and cudagraph.stats()["recordings"] == 1
+
+
+@pytest.mark.parametrize("how", ["a hook", "a hook with alpha", "function modes off"])
+def test_numbers_where_no_function_mode_is_on(device, how):
+    """Such a number is a condition, or the numbers of the step are recorded each."""
+    weight, config = torch.ones(3, device=device, requires_grad=True), Config()
+
+    def run(x):
+        weight.grad = None
+        h = weight * 1
+        if how == "a hook":
+            h.register_hook(lambda g: g * config.k)
+        elif how == "a hook with alpha":
+            h.register_hook(lambda g: torch.add(g, g, alpha=config.k))
+        else:
+            with torch._C.DisableTorchFunction():
+                h = h * config.k
+        (h * x).sum().backward()
+        return weight.grad.clone()
+
+    step, x = cudagraph.whole_step(run, options={"rerecord_limit": 2}), torch.ones(3, device=device)
+    for k in (0.5, 0.5, 0.25, 0.75, 0.125, 0.5, 0.5, 0.7):
+        config.k = k
+        assert (step(x) == (1 + k if "alpha" in how else k)).all()
 
 
 def test_modules_and_optimizers_as_arguments(device):
