@@ -247,8 +247,9 @@ class Ways:
         forms: dict[str, Any] = {"": None}
         if "lossless" in self.allow:
             forms["lossless"] = lossless()
-        rounded = {"float8": float8(), "int8": int8(128, power_of_two=True)}
-        return forms | {name: hook for name, hook in rounded.items() if name in self.allow and self.max_error}
+        rounded = {"float8": float8(), "int8": int8(128, power_of_two=True)}  # the fastest first, one is enough
+        allowed = [name for name in rounded if name in self.allow and ERRORS[name] <= self.max_error]
+        return forms | {name: rounded[name] for name in allowed[:1]}
 
     def _typed(self, graphs: Graphs, form: str, then: Any, rates: Rates | None, *, again: bool) -> Typed | None:
         """One way, with copies that hold the step up as little as its peak allows; None if it is over the peak."""

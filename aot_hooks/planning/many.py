@@ -157,7 +157,8 @@ class Graph:
             return graph.ms * (_FORWARD_SHARE if phase == "forward" else 1 - _FORWARD_SHARE)
 
         found = [whole_of(self, trace, lambda graph: graph.share, ms, peak, link_share) for trace in traces]
-        return tuple(whole for whole in found if whole is not None)
+        wholes = tuple(whole for whole in found if whole is not None)
+        return wholes if len(wholes) == len(found) else ()
 
     def _tight_peak(self, nbytes: Bytes, count: int) -> int:
         return max(tight_peak(self, trace, lambda graph: graph.share, count, nbytes) for trace in self.group.traces)
