@@ -231,7 +231,7 @@ def _hook_options(
     on_gpu = [group[0].row.device.type == "cuda" for group in groups]
     ours = dataclasses.replace(graphs.boundary, tensors=[value for group in groups for value in group])
     for name, rule in _rules(tuple(allow), max_error).items():
-        unpacked = graphs.unpacked if _error_of(name) else NOTHING
+        unpacked = graphs.unpacked if error_of(name) else NOTHING
         choices = decide(ours, Setting(rule, scope), {}, unpacked, for_inductor=graphs.fused)
         choices, units = trace_units(choices, graphs.trace, for_inductor=graphs.fused)
         packed = {choice.value: choice for choice in choices if choice.packs}
@@ -254,7 +254,7 @@ def _hook_options(
             if on_gpu[i] and any(rounded in name for rounded in _FEW_DIGITS):
                 ms -= min(ms, SPARED * sum(bw_ms[n] for n in readers if has_formula(n)))
             in_registers = registers and on_gpu[i]
-            option = Option(name, hook, nbytes, ms, _error_of(name), on_host, work, in_registers, host_ms=by_host)
+            option = Option(name, hook, nbytes, ms, error_of(name), on_host, work, in_registers, host_ms=by_host)
             found[i].append(option)
     return found
 
@@ -295,10 +295,10 @@ def _rules(allow: tuple[Any, ...], max_error: float) -> dict[str, Any]:
         # the schedule must not drop a copy of the plan: the peak would be higher than planned
         rules["offload()"] = offload(max_stall_ms=math.inf)
         rules |= {f"offload(then={name})": offload(then=h, max_stall_ms=math.inf) for name, h in rounded.items()}
-    return {name: rule for name, rule in rules.items() if _error_of(name) <= _MOST * max_error}
+    return {name: rule for name, rule in rules.items() if error_of(name) <= _MOST * max_error}
 
 
-def _error_of(name: str) -> float:
+def error_of(name: str) -> float:
     """The relative error of values stored by a rule of `_rules`; infinite, so above any limit, for an unknown one."""
     return 0.0 if name in _EXACT else max((e for kind, e in _ERRORS.items() if kind in name), default=math.inf)
 
@@ -334,7 +334,7 @@ def _segments(groups: Sequence[Sequence[SavedValue]]) -> list[int]:
 
     A storage of one layer may be read in the middle of another layer. It then belongs to the segments of that layer.
     """
-    runs = itertools.groupby(_layers([group[0].row.module_path for group in groups]))
+    runs = itertools.groupby(layers_of([group[0].row.module_path for group in groups]))
     layers = [layer or n for n, (layer, run) in enumerate(runs) for _ in run]  # n: in no layer
     last = {layer: i for i, layer in enumerate(layers)}
     numbers: list[int] = []
@@ -347,7 +347,7 @@ def _segments(groups: Sequence[Sequence[SavedValue]]) -> list[int]:
     return numbers
 
 
-def _layers(paths: Sequence[str]) -> list[str]:
+def layers_of(paths: Sequence[str]) -> list[str]:
     """The layer of each module path: the path up to its first number, "model.layers.3" of "model.layers.3.mlp.up".
 
     Where no path has a number, the children of their common parent, if these are large enough. "" is no layer.

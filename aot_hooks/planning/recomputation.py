@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..graphs.backward_reads import BackwardReads
 from ..graphs.lifetimes import fuses, on_cuda
-from ..graphs.nodes import storage_bytes, storage_of
+from ..graphs.nodes import producer, storage_bytes, storage_of
 from ..graphs.roofline import LAUNCH_MS, has_formula
 from ..graphs.saved import SavedValue
 from ..torch_private.values import is_operator
@@ -105,6 +105,36 @@ def _saved_for(value: Value, node: Node, gone: int) -> Value:
         saved=False,
         reached_bytes=0,
     )
+
+
+def of_blocks(
+    groups: Sequence[Sequence[SavedValue]], block_of: Mapping[Node, str]
+) -> tuple[set[str], set[Any], set[str]] | None:
+    """What checkpointing computes again: all but what one block gets from another, and what can't be repeated.
+
+    `block_of` has the block of each node of the forward, "" for one in none.
+
+    Returns the names of the nodes to compute again, the storages that are saved no more, and the names of the nodes
+    that are read for it. None if there is nothing to compute again.
+    """
+
+    def crosses(node: Node) -> bool:
+        return any(block_of[u] != block_of[node] for u in node.users if u in block_of)
+
+    stops = {storage_of(node) for node in block_of if crosses(node) or not block_of[node]}
+    stops |= {storage_of(v.fw_node) for group in groups for v in group if not _repeatable(producer(v.fw_node))}
+    stops.discard(None)  # the key of an operator with several results; these have their own
+    again: set[str] = set()
+    gone: set[Any] = set()
+    reads: set[str] = set()
+    for group in groups:
+        key = storage_of(group[0].fw_node)
+        chain = None if key in stops else _chain([value.fw_node for value in group], stops)
+        if chain is not None:
+            again |= {n.name for n in chain.nodes}
+            reads |= {n.name for n in chain.reads}
+            gone.add(key)
+    return (again, gone, reads) if gone else None
 
 
 @dataclass(frozen=True)

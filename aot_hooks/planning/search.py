@@ -15,6 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Plan
@@ -51,6 +52,7 @@ class Tried:
     solution: Solution
     live: tuple[LivePoint, ...]  # with every kernel split that can be
     peak: int  # of the step, with all of its calls
+    chooses: Any = None  # the policy that chose the hooks
 
     def fits(self, limits: Limits) -> bool:
         in_time = not self.plan.before_ms or self.plan.step_ratio <= limits.slowdown * (1 + _ROUNDING)
@@ -110,7 +112,7 @@ def _search(
         early = attempt % 2 == 1 and reached is None and step.moments != ALONE
         peak = None if last else limit
         chosen = shorter or solve(step, peak=peak, max_error=limits.error, max_ms=max_ms, fetch_early=early)
-        chosen = chosen or _nothing(step)  # no time at all
+        chosen = chosen or nothing(step)  # no time at all
         predicted = min(predicted, chosen.peak_bytes)
         options = tuple(map(id, chosen.options))
         if options not in known:
@@ -149,8 +151,8 @@ def _search(
             limit = _LOWER * limits.peak
 
     if min((one.peak for one in all_tried), default=math.inf) > step.peak_bytes:  # the program was wrong about all
-        graphs, own = partitioned(_nothing(step))
-        all_tried.append(tried(graphs, _nothing(step), own, _nothing(own)))
+        graphs, own = partitioned(nothing(step))
+        all_tried.append(tried(graphs, nothing(step), own, nothing(own)))
 
     fastest, lowest = operator.attrgetter("plan.after_ms", "peak"), operator.attrgetter("peak", "plan.after_ms")
     fitting = [one for one in all_tried if one.fits(limits)]
@@ -158,7 +160,7 @@ def _search(
     return best, min(all_tried, key=lowest), predicted
 
 
-def _nothing(step: Step) -> Solution:
+def nothing(step: Step) -> Solution:
     """The choice to keep every value."""
     return Solution((KEPT,) * len(step.values), step.live, step.peak_bytes, step.ms, 0.0)
 

@@ -14,8 +14,9 @@ import contextlib
 import functools
 import logging
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.fx import GraphModule
 from ..errors import BudgetError, BudgetWarning, warn_user
 from ..graphs.lifetimes import on_cuda
 from ..graphs.nodes import storage_of
-from ..graphs.saved import Boundary, SavedTensor, SavedValue
+from ..graphs.saved import Boundary, SavedTensor, SavedValue, place_of
 from ..hook import KEEP, Hook
 from ..passes.answers import in_plans_only
 from ..passes.live_bytes import LivePoint
@@ -32,12 +33,13 @@ from ..passes.plan import NOTHING, Decision, InStep, Plan, Unpacked
 from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
-from . import by_hand
+from . import by_hand, candidates
 from .apart import GAIN, Ways, as_data, is_faster
 from .budget import EXACT, Budget, fitted, mib
 from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
-from .options import Graphs, step_of
-from .search import NEAR, Limits, Tried, search
+from .options import Graphs, layers_of, step_of
+from .recomputation import of_blocks
+from .search import NEAR, Limits, Tried, nothing, search
 from .solver import Solution
 from .step import ALONE, COMPUTED, KEPT, RECOMPUTE, Apart, Bytes, Moment, Option, Step
 
@@ -243,9 +245,13 @@ def _partition(
 
     def tried(graphs: Graphs, chosen: Solution, own: Step, solution: Solution) -> Tried:
         """A copy of `graphs` with the hooks of `solution`, and its plan with live bytes and times."""
+        return hooked(graphs, _policy(solution, own, again), chosen, own, solution)
+
+    def hooked(graphs: Graphs, chooses: Any, chosen: Solution, own: Step, solution: Solution) -> Tried:
+        """A copy of `graphs` with the hooks that the policy or hook `chooses` asks for, and its plan."""
         found = replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
         saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary.tensors}
-        plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own, again), setting.scope), stock.trace)
+        plan = rewrite(found.fw, found.bw, Setting(chooses, setting.scope), stock.trace)
         if on_device:
             unpack_early(found.bw)
             split_kernels(found.bw)
@@ -263,9 +269,31 @@ def _partition(
             before_ms=before_ms,
             after_ms=after_ms,
         )
-        return Tried(graphs, found, plan, own, solution, live, bytes_of(plan.live_after).peak(moments))
+        return Tried(graphs, found, plan, own, solution, live, bytes_of(plan.live_after).peak(moments), chooses)
+
+    def typed(again: str, found: Sequence[candidates.Way], peak: float, most_ms: float) -> Iterator[Tried]:
+        """The candidates `found` that may take at most `peak` bytes, and less than `most_ms`."""
+        graphs, own = stock, step
+        if again:
+            computing = _computing_again(again, joint, split, stock, groups)
+            if computing is None or computing.ms() >= most_ms:
+                return
+            graphs = computing
+            if on_device:
+                multiply_early(graphs.bw)
+            own = replace(step_of(graphs, setting.scope, hooks_only, budget.max_error)[0], moments=moments)
+        for way in candidates.promising(own, found, peak, most_ms):
+            one = hooked(graphs, way.rule, nothing(step), own, nothing(own))
+            reasons = (
+                d if d.hook is KEEP else replace(d, reason=f"budget: {way}; {d.reason}") for d in one.plan.decisions
+            )
+            yield replace(one, plan=replace(one.plan, decisions=tuple(reasons)))
 
     best, least = search(step, limits, partitioned, tried)
+    if not budget.least:
+        sends = on_cuda(stock.bw.graph.nodes)  # a CPU's copies free nothing
+        means = [name for name in budget.allow if sends or name != "offload"]
+        best, least = _or_typed(best, least, limits, candidates.ways(means, budget.max_error), typed)
     if best is None and peak is not None and least.fits(replace(limits, peak=peak)):
         best = least  # nothing is tighter; the next steps are measured again
     if best is None:
@@ -294,6 +322,60 @@ def _partition(
     return aot.copied(best.graphs.fw, lazily=False), aot.copied(best.graphs.bw, lazily=False), plan
 
 
+def _or_typed(
+    best: Tried | None,
+    least: Tried,
+    limits: Limits,
+    ways: Mapping[str, Sequence[candidates.Way]],
+    typed: Callable[[str, Sequence[candidates.Way], float, float], Iterator[Tried]],
+) -> tuple[Tried | None, Tried]:
+    """`best` and `least` of a search, or better ones that a user can type. `typed` tries those that may be better."""
+    before_ms = least.plan.before_ms
+    for again, found in ways.items():
+        if limits.peak is None:
+            peak, most_ms = least.peak * (1 - candidates.GAIN), before_ms * limits.slowdown
+        else:
+            now = before_ms * limits.slowdown if best is None else best.plan.after_ms
+            peak, most_ms = float(limits.peak), (1 - candidates.GAIN) * now
+            if best is not None and best.plan.step_ratio <= 1 + candidates.GAIN:
+                break
+        for one in typed(again, found, peak, most_ms):
+            if not one.fits(limits):
+                least = min(least, one, key=operator.attrgetter("peak"))
+            elif limits.peak is None:
+                best = least = min(best or one, one, key=operator.attrgetter("peak"))
+            else:
+                best = min(best or one, one, key=operator.attrgetter("plan.after_ms"))
+    return best, least
+
+
+def _named(plan: Plan, way: candidates.Way) -> Plan:
+    """`plan` with the way in the reason of each value that it stores otherwise."""
+    named = (d if d.hook is KEEP else replace(d, reason=f"budget: {way}; {d.reason}") for d in plan.decisions)
+    return replace(plan, decisions=tuple(named))
+
+
+def _computing_again(
+    again: str,
+    joint: GraphModule,
+    split: Callable[[], Graphs],
+    stock: Graphs,
+    groups: Sequence[Sequence[SavedValue]],
+) -> Graphs | None:
+    """The graphs that compute again what `again` says, see candidates.py; None if there is nothing like that."""
+    if again == candidates.BLOCKS:
+        nodes = [n for n in stock.fw.graph.nodes if n.op == "call_function"]
+        blocks = layers_of([place_of(n, stock.roots)[0] for n in nodes])
+        if (found := of_blocks(groups, dict(zip(nodes, blocks, strict=True)))) is None:
+            return None
+        names, gone, reads = found
+        kept = {v.fw_node.name for v in stock.boundary.tensors if storage_of(v.fw_node) not in gone}
+        with aot.recomputed(joint, names, (kept | reads) - names):
+            return split()
+    with aot.recomputing_pointwise(again == candidates.POINTWISE):
+        return split()
+
+
 def _around(
     around: Callable[[Hook], Hook],
     found: Tried,
@@ -303,9 +385,13 @@ def _around(
     """`found` with graphs that use `around(hook)` in place of each lossy hook."""
     bare = found.without_hooks
     graphs = replace(bare, fw=aot.copied(bare.fw), bw=aot.copied(bare.bw))
-    policy = _policy(found.solution, found.step, {})
-    hooks = {name: around(hook) if hook.lossy else hook for name, hook in policy.hooks.items()}
-    rewrite(graphs.fw, graphs.bw, Setting(_Chosen(hooks, policy.reasons), setting.scope), bare.trace)
+    chooses = found.chooses
+    if isinstance(chooses, Hook):  # a candidate
+        chooses = around(chooses) if chooses.lossy else chooses
+    elif isinstance(chooses, _Chosen):
+        hooks = {name: around(hook) if hook.lossy else hook for name, hook in chooses.hooks.items()}
+        chooses = _Chosen(hooks, chooses.reasons)
+    rewrite(graphs.fw, graphs.bw, Setting(chooses, setting.scope), bare.trace)
     return replace(found, graphs=graphs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from typing import Any
 
@@ -22,7 +23,8 @@ def bytes_of(size: Any, name: str = "peak") -> int:
 
     `name`: of the argument, for the `OptionError` that is raised for anything else.
     """
-    text = str(size) if isinstance(size, int) and not isinstance(size, bool) else size
+    whole = not isinstance(size, bool) and isinstance(size, numbers.Integral)  # also numpy's
+    text = str(int(size)) if whole else size
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     number, prefix, unit = match.groups() if match is not None else ("0", None, None)
     if number.isdecimal() and not prefix:

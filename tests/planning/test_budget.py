@@ -308,6 +308,15 @@ def test_wrong_arguments(arguments, match):
         aot_hooks.budget(**arguments)
 
 
+def test_numbers_of_numpy_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    expected = budget(1 << 30, max_slowdown=0.5, max_error=0.125)
+    found = budget(numpy.int64(1 << 30), max_slowdown=numpy.float32(0.5), max_error=numpy.float32(0.125))
+    assert found == expected and repr(found) == repr(expected)
+    with pytest.raises(OptionError, match="did you mean '24GiB'"):
+        budget(numpy.int64(24))
+
+
 def test_where_a_budget_can_not_be(model, x):
     with pytest.raises(OptionError, match="decides for all tensors"):
         aot_hooks.policies.larger_than(1024, budget("1GiB"))

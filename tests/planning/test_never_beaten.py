@@ -1,0 +1,105 @@
+"""Budgets at the peaks of ways that a user can type: never over the peak, never slower than the way by more than 0.5%.
+
+Random programs of support/planned_programs.py. `python tests/support/planned_programs.py cuda 0 200 2` runs more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from planned_programs import budget_at, by_hand, made, planned, ways
+
+from aot_hooks.planning import candidates
+from aot_hooks.planning.budget import ALLOWED
+from aot_hooks.planning.step import Option, Step, Value
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SLOWER = 1.005  # times the time of the way
+
+
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 3, 4, 5))])
+def test_a_budget_is_not_beaten_by_a_way_that_is_typed(seed):
+    program = made(seed, small=True)
+    way = random.Random(seed).choice(ways(sends=False))
+    hand = by_hand(program, way, inner="aten")
+    found = planned(program, budget_at(hand, max_error=0.2), inner="aten")
+    assert found.peak_bytes <= hand.peak_bytes + 1 and found.after_ms <= SLOWER * hand.after_ms, way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "first", "last"),
+    [
+        ("cpu", 0, 10),
+        pytest.param(
+            "cuda", 0, 10, marks=pytest.mark.skipif(torch.version.cuda is not None, reason="it asks the driver")
+        ),
+    ],
+)
+def test_more_programs_on_both_devices(device, first, last):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])}
+    command = [sys.executable, str(SUPPORT / "planned_programs.py"), device, str(first), str(last), "1"]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = json.loads(run.stdout.splitlines()[-1])
+    assert len(rows) == last - first
+    for seed, way, peak, ms, found_peak, found_ms in rows:
+        assert found_peak <= 1.004 * peak and found_ms <= SLOWER * ms, (seed, way)
+
+
+def test_where_the_search_finds_nothing_a_way_that_is_typed_is_taken(monkeypatch):
+    """Here it finds the choice to keep everything, whatever is asked for."""
+    from aot_hooks.planning import within
+
+    program = made(2)
+    hand = by_hand(program, "int8")
+    assert hand.peak_bytes < 0.95 * max(point.live_bytes for point in hand.live_before)
+
+    def poor(step, limits, partitioned, tried):
+        graphs, own = partitioned(within.nothing(step))
+        kept = tried(graphs, within.nothing(step), own, within.nothing(own))
+        return (kept if kept.fits(limits) else None), kept
+
+    monkeypatch.setattr(within, "search", poor)
+    found = planned(program, budget_at(hand))
+    assert found.peak_bytes <= hand.peak_bytes + 1 and found.after_ms <= SLOWER * hand.after_ms
+    named = {f"budget: {way}" for typed in candidates.ways(ALLOWED, 0.05).values() for way in typed if way.name}
+    assert named & {d.reason.split(";")[0] for d in found.decisions}
+    with pytest.raises(Exception, match="expected a step under"):
+        planned(program, budget_at(hand, allow=("lossless",)))
+
+
+def test_ways_have_the_means_that_are_allowed():
+    every = candidates.ways(ALLOWED, 1.0)
+    assert {again: len(found) for again, found in every.items()} == {"": 8, "recompute_pointwise": 9} | {
+        "blocks computed again": 2
+    }
+    exact = candidates.ways(("recompute", "offload", "float8", "lossless"), 0.0)
+    assert [str(way) for way in exact[""]] == ["lossless()", "offload()"]
+    assert [str(way) for way in candidates.ways(("float8", "offload"), 0.05)[""]] == [
+        "float8()",
+        "offload()",
+        "offload(then=float8())",
+    ]
+    assert "int4()" not in map(str, candidates.ways(("int4", "int8"), 0.05)[""])
+
+
+def test_only_ways_that_may_be_better_are_tried():
+    options = (Option("float8()", packed_bytes=50, ms=1.0), Option("int4()", packed_bytes=25, ms=3.0))
+    value = Value(("a",), 100, gone=1, first=3, options=options, last=3)
+    step = Step((100, 200, 200, 100), (value,), (5.0, 5.0, 5.0, 5.0), 2)
+    found = [candidates.Way("", name, None) for name in ("float8()", "int4()")]
+
+    def tried(peak, most_ms):
+        return [way.name for way in candidates.promising(step, found, peak, most_ms)]
+
+    assert tried(150, 30) == ["float8()", "int4()"]
+    assert tried(145, 30) == ["int4()"] and tried(120, 30) == []
+    assert tried(150, 22) == ["float8()"] and tried(150, 21) == []
