@@ -213,6 +213,7 @@ class Kernels:
     reads: Mapping[Node, Collection[Any]]  # the storages that its kernel reads for it
     joined: Collection[Node]  # nodes that read elsewhere than they write, see `_shifts`, and nodes fused with them
     pads_rows: bool  # Inductor does so unless it is told not to, see torch_private/inductor.py
+    lent: Collection[Any] = ()  # storages that are the user's as well, so nothing takes their memory
 
     @staticmethod
     def of(
@@ -293,7 +294,9 @@ class Kernels:
             if position in used or not fuses(node) or node in self.joined:
                 continue
             for s in self.reads[node]:
-                if s not in first or s == key or readers[position, s] > 1 or aot.is_tangent(first[s][2]):
+                if s not in first or s == key or readers[position, s] > 1:
+                    continue
+                if s in self.lent or aot.is_tangent(first[s][2]):
                     continue
                 same = first[s][1] == nbytes and first[s][2].meta["val"].dtype == node.meta["val"].dtype
                 if same and padded.get(s) == padded.get(key) and last[s] == position > first[s][0]:

@@ -5,7 +5,8 @@
                   saved tensors and outputs stay to the end    parameters, buffers and inputs count nothing
 
 A value lives from its node to its last reader; Inductor writes fewer values to memory, see graphs/lifetimes.py.
-Outputs that the user gets live to the end of the step, gradients from the node that makes them. Each output has one
+Outputs that the user gets live to the end of the step, gradients from the node that makes them. Outputs beside a loss,
+such as logits, may also count as dropped before the backward, as in `model(...).loss.backward()`. Each output has one
 tangent, which counts; torch 2.11 holds it to the end of the backward. Memory that an operator allocates inside itself
 is counted where it is known, see graphs/workspaces.py. A tensor that `offload` sends lives until the wait for its copy,
 and again from the start of the copy back.
@@ -50,15 +51,19 @@ def live_bytes(
     fused: bool,
     roots: Mapping[str, str],
     planned: bool = False,
+    drops_others: bool = False,
 ) -> tuple[LivePoint, ...]:
     """The points of a forward and its backward, in the order they run; with `fused`, as a fusing compiler allocates.
 
     The graphs are as the partitioner gives them, with hooks in or without. `planned`: Inductor will pad no rows in
-    them, as a budget asks it to. The other arguments are `saved.boundary`'s.
+    them, as a budget asks it to. `drops_others`: the user keeps none of the outputs `beside_loss`. The other arguments
+    are `saved.boundary`'s.
     """
     pairs = [(node, slot) for node, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(node, Node)]
     inputs = input_storages(fw.graph)
     outputs = {storage_of(n): _bytes(n) for n in results_of(fw.graph)[:num_fwd_outputs] if isinstance(n, Node)}
+    dropped = beside_loss(fw, num_fwd_outputs) - inputs if drops_others else set()
+    outputs = {key: nbytes for key, nbytes in outputs.items() if key not in dropped}
     own: dict[str, Any] = {"fused": fused, "roots": roots, "planned": planned}
     forward = _points(fw, dict.fromkeys(fw.graph.find_nodes(op="placeholder"), 0), "forward", 0, **own)
     # a backward input counts nothing if the step has it anyway: a forward input, an output that stays, a repeat
@@ -72,8 +77,18 @@ def live_bytes(
         known.add(key)
     returned_bytes = sum(nbytes for key, nbytes in outputs.items() if key not in inputs)
     tangents = {n for n in input_bytes if n not in saved and aot.is_tangent(n)} if aot.keeps_tangents() else set()
-    backward = _points(bw, input_bytes, "backward", returned_bytes, tangents, **own)
+    lent = {storage_of(slot) for slot, key in saved.items() if key in dropped}
+    backward = _points(bw, input_bytes, "backward", returned_bytes, tangents, lent, **own)
     return (*forward, *backward)
+
+
+def beside_loss(fw: GraphModule, num_fwd_outputs: int) -> set[Any]:
+    """The storages of outputs that a model returns beside its loss, a number: logits, hidden states."""
+    found = [n for n in results_of(fw.graph)[:num_fwd_outputs] if isinstance(n, Node)]
+    values = {n: n.meta["val"] for n in found if isinstance(n.meta.get("val"), torch.Tensor)}
+    floats = [n for n, value in values.items() if value.is_floating_point()]
+    numbers = [n for n in floats if values[n].dim() == 0]
+    return storages(n for n in floats if n not in numbers) if numbers else set()
 
 
 def _points(
@@ -82,6 +97,7 @@ def _points(
     phase: str,
     base: int,
     held: Iterable[Node] = (),  # inputs that live to the end
+    lent: Iterable[Any] = (),  # storages of inputs that nothing may be written over
     *,
     fused: bool,
     roots: Mapping[str, str],
@@ -94,6 +110,7 @@ def _points(
     kernels = None
     if fused and on_cuda(nodes):  # seen there; C++ kernels differ
         kernels = Kernels.of(nodes, counted, pads_rows=not planned and not pads_no_rows(gm))
+        kernels = replace(kernels, lent=set(lent))
     # from there on the memory that a copy back fills counts as that of its wait's result
     last = {n: i - 1 if n.target is reload_start else i for n, i in last_readers(nodes, counted, kernels).items()}
     sizes = {n: input_bytes.get(n, _bytes(n)) for n in nodes}

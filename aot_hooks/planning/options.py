@@ -72,6 +72,7 @@ class Graphs:
     trace: Trace
     launched: bool = True  # the host launches each kernel, not a CUDA graph
     unpacked: Unpacked = NOTHING  # saved tensors that no hook may round
+    drops_others: bool = False  # the user keeps no output but the loss, see passes/live_bytes.py
 
     @functools.cached_property
     def boundary(self) -> Boundary:
@@ -80,7 +81,7 @@ class Graphs:
 
     def live(self, *, planned: bool = True) -> tuple[LivePoint, ...]:
         parts: dict[str, Any] = {"num_fwd_outputs": self.num_fwd_outputs, "fused": self.fused, "roots": self.roots}
-        return live_bytes(self.fw, self.bw, planned=planned, **parts)
+        return live_bytes(self.fw, self.bw, planned=planned, drops_others=self.drops_others, **parts)
 
     def ms(self, transfers: Iterable[Transfer] = ()) -> float:
         return step_ms(self.fw, self.bw, self.fused, COPIES, transfers, launched=self.launched)

@@ -28,7 +28,7 @@ from ..graphs.nodes import storage_of
 from ..graphs.saved import Boundary, SavedTensor, SavedValue, place_of
 from ..hook import KEEP, Hook
 from ..passes.answers import in_plans_only
-from ..passes.live_bytes import LivePoint
+from ..passes.live_bytes import LivePoint, beside_loss
 from ..passes.plan import NOTHING, Decision, InStep, Plan, Unpacked
 from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
@@ -102,8 +102,10 @@ def partition_within(
     assert isinstance(budget, Budget)
     trace = tracer(fused)
 
-    def graphs() -> Graphs:
-        return Graphs(*split(), num_fwd_outputs, tuple(static_inputs), roots, fused, trace, launched, unpacked)
+    def graphs(*, drops_others: bool = False) -> Graphs:
+        fw, bw = split()
+        parts = num_fwd_outputs, tuple(static_inputs), roots, fused, trace, launched, unpacked
+        return Graphs(fw, bw, *parts, drops_others=drops_others)
 
     within = functools.partial(_partition, joint, graphs, without_hooks, rewrite, setting)
     strict = replace(budget, lenient=False)
@@ -134,6 +136,14 @@ def partition_within(
     found = _or_apart(found, budget.apart, lambda apart: within(replace(strict, moments=apart.moments)))
     if budget.wholes:
         found = _or_by_hand(found, setting, graphs, without_hooks, rewrite)
+    if found is None and budget.moments == ALONE and not budget.lenient and beside_loss(split()[0], num_fwd_outputs):
+        # Whether the user keeps the logits until the backward has run, nobody knows here. The first steps are measured.
+        dropping = functools.partial(graphs, drops_others=True)
+        try:
+            found = _partition(joint, dropping, without_hooks, rewrite, setting, strict)
+            log.info("%r: outputs beside the loss count as dropped before the backward", budget)
+        except BudgetError as error:
+            errors.append(error)
     if found is not None:
         return found
     if budget.lenient:
