@@ -45,6 +45,7 @@ from .offloading import transfers
 from .offloading.placement import decide_at_run_time
 from .options import Options, check_limit, inductor_patches
 from .passes.casts import cast_again, with_casts
+from .passes.chunk import Chunked, chunked
 from .passes.early import compute_early
 from .passes.edits import finished
 from .passes.live_bytes import LivePoint, live_bytes
@@ -270,7 +271,7 @@ def _compile_graph(
 
         if why := _why_not_stored(options, compilation, reported=live):
             return bypassed(why, compile_graph)
-        in_key = {"mode": mode, "inductor": patches, "inner": options.inner, **planner.key()}
+        in_key = {"mode": mode, "inductor": patches, "inner": options.inner, "chunk": options.chunk, **planner.key()}
         if compilation is not None:
             in_key["cudagraphs"] = compilation.key(gm)
         if repeats or unpacked != NOTHING:
@@ -444,22 +445,26 @@ def _compile(
     compilation: Compilation | None,
 ) -> _Compiled:
     """Compile by the inner compiler, with `partition`, or as stock torch does if it is None."""
+    in_chunks = partial(_in_chunks, options)
     if options.inner == "aten":
         compilers = compilation.aten_compilers() if compilation is not None else None
         stored = partition is not None and aot.is_stored()
         # what runs as it is can be stored with a key of ours only: torch's has no partition
         with contextlib.nullcontext() if stored else without_autograd_cache():
-            partition = partition or partition_without_hooks
-            return aot.compile_graph(gm, inputs, partition, compilers, compiling, stored=stored)
+            partition = partition or partial(partition_without_hooks, options=options)
+            return aot.compile_graph(
+                gm, inputs, partition, compilers, compiling, stored=stored, without_gradients=in_chunks
+            )
     capture = compilation.inner_compile if compilation is not None else None
     with compilation.through_cache(gm) if compilation is not None else contextlib.nullcontext():
         if partition is not None:
             patches = _partitioned_by(partition, gm, patches)
-            return inductor.compile_with_hooks(gm, inputs, patches, compiling, capture)
-        name, users = f"aot_hooks {PACKAGE_DIGEST}, no hooks", inductor.custom_partitioner(patches)
-        mended = partition_without_hooks if users is None else partial(_mended, users)
+            return inductor.compile_with_hooks(gm, inputs, patches, compiling, capture, in_chunks)
+        name = f"aot_hooks {PACKAGE_DIGEST}, no hooks, chunk={options.chunk!r}"
+        users = inductor.custom_partitioner(patches)
+        mended = partial(_mended, users or aot.min_cut_partition, options)
         patches = patches | inductor.partitioned_by(mended, name, users)
-        return inductor.compile_stock(gm, inputs, patches, capture)
+        return inductor.compile_stock(gm, inputs, patches, capture, without_gradients=in_chunks)
 
 
 def planning_partition(
@@ -496,6 +501,9 @@ def planning_partition(
         apart = bool(hooks.regions) and repeats_across_regions(joint.graph)
         static = tuple(kwargs.get("static_lifetime_input_indices") or ())
         nested = joint_inputs == []  # a nested compiled region
+        notes: list[Chunked] = []
+        if not nested:
+            joint = _in_chunks(options, joint, notes)
         if nested and any(s.scope == "no_static" for s in hooks.settings):
             # torch doesn't say which inputs are parameters, and the graph around it decides
             static = tuple(range(len(joint.graph.find_nodes(op="placeholder"))))
@@ -542,7 +550,8 @@ def planning_partition(
                 fw, bw, plan = Planner.partition(
                     joint, split, lambda: (first[0].live, first[0].ms), rewritten, hooks.setting, **own, **parts
                 )
-            plans.append(with_casts(with_reasons(plan, unpacked), first[0].casts))
+            plan = with_casts(with_reasons(plan, unpacked), first[0].casts)
+            plans.append(dataclasses.replace(plan, chunked=tuple(notes)))
             if at_run_time and plan.transfers:
                 decide_at_run_time(fw, bw, kwargs["num_fwd_outputs"])
             return finished(fw, bw)
@@ -556,7 +565,7 @@ def planning_partition(
             plan = dataclasses.replace(
                 plan, live_before=first[0].live, live_after=after, before_ms=first[0].ms, after_ms=after_ms
             )
-        plans.append(plan)
+        plans.append(dataclasses.replace(plan, chunked=tuple(notes)))
         if at_run_time and plan.transfers:
             decide_at_run_time(fw, bw, kwargs["num_fwd_outputs"])
         return finished(fw, bw)
@@ -564,14 +573,33 @@ def planning_partition(
     return partition
 
 
-def partition_without_hooks(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-    """torch's min-cut partition, mended, see passes/partition.py."""
-    return _mended(aot.min_cut_partition, joint, joint_inputs, **kwargs)
+def partition_without_hooks(
+    joint: GraphModule, joint_inputs: Any, *, options: Options | None = None, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """torch's min-cut partition, mended, see passes/partition.py; of a graph in chunks, if the options say so."""
+    return _mended(aot.min_cut_partition, options or Options(), joint, joint_inputs, **kwargs)
+
+
+def _in_chunks(options: Options, gm: GraphModule, notes: list[Chunked] | None = None) -> GraphModule:
+    """`gm` with its last layer and loss in chunks, if the options say so. What was done, or why not, is noted."""
+    if options.chunk is False or options.chunk == 0:
+        return gm
+    gm, found = chunked(gm, None if options.chunk is True else options.chunk)
+    unused.not_chunked(found)
+    if notes is not None:
+        notes += found
+    return gm
 
 
 def _mended(
-    partition: Callable[..., tuple[GraphModule, GraphModule]], joint: GraphModule, joint_inputs: Any, **kwargs: Any
+    partition: Callable[..., tuple[GraphModule, GraphModule]],
+    options: Options,
+    joint: GraphModule,
+    joint_inputs: Any,
+    **kwargs: Any,
 ) -> tuple[GraphModule, GraphModule]:
+    if joint_inputs != []:  # no nested compiled region
+        joint = _in_chunks(options, joint)
     return finished(*partitioned(joint, lambda: partition(joint, joint_inputs, **kwargs), kwargs["num_fwd_outputs"]))
 
 
@@ -589,7 +617,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     again = aot.recomputing_pointwise(options.recompute_pointwise and not isinstance(rule, Budget))
     with again, autograd.covered_hooks(), without_autograd_cache():
         if options.inner == "aten":
-            aot.compile_graph(gm, inputs, partition)
+            aot.compile_graph(gm, inputs, partition, without_gradients=partial(_in_chunks, options))
         else:
             inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, dict(options.inductor or {})))
     return plans, rule if isinstance(rule, Budget) else None

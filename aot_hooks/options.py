@@ -26,6 +26,7 @@ class Options:
     scope: str = "donated"  # of `policy`
     inductor: Mapping[str, Any] | None = None  # config patches
     recompute_pointwise: bool = False  # also what a product of the backward reads, see docs/hooks.md
+    chunk: bool | int = False  # the last layer and its loss in chunks of tokens, see docs/chunk.md; or how many tokens
     check: bool | float = False  # compare the first step's gradients with those without hooks; or the limit of that
 
     @classmethod
@@ -50,6 +51,11 @@ class Options:
             raise OptionError(
                 f"options['recompute_pointwise'] must be True or False, got {parsed.recompute_pointwise!r}"
             )
+        if not _is_count(parsed.chunk):
+            raise OptionError(
+                "options['chunk'] must be True, False, or the number of tokens that a chunk has at most, "
+                f"got {parsed.chunk!r}"
+            )
         check_limit(parsed.check)
         cudagraphs.capture_options(parsed.inner, parsed.cudagraphs)
         if parsed.policy is not None:
@@ -60,6 +66,10 @@ class Options:
             if wrong := [k for k in parsed.inductor if k not in inductor.config_keys()]:
                 raise OptionError(f"options['inductor']: Inductor has no setting {wrong[0]!r}")
         return parsed
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 def check_limit(check: Any) -> float | None:

@@ -4,6 +4,7 @@
       the first backward after that           --warning_if_unused-->  nothing packed; a key that matched nothing
       an eager operator saves, a context ends --context_left-->       no tensor was saved, or a budget had no graph
       AOTAutograd traces a pair of ours       --traced-->             another backend compiles the function
+      a last layer can't be computed in chunks --not_chunked-->       its logits stay whole
       a graph is compiled under a checkpoint  --checkpointed-->       the checkpoint's own hooks are the innermost
 
 If its graphs packed something, a step pays for a counter in eager parts, and a set lookup when a context ends.
@@ -22,6 +23,7 @@ import torch
 
 from .errors import TORCH, UnusedWarning, warn_user
 from .hook import KEEP
+from .passes.chunk import Chunked
 from .passes.plan import Decision, Plan
 from .policies import ByKey, key_text, keys_in
 from .settings.setting import Setting
@@ -226,6 +228,14 @@ def checkpointed(setting: Setting) -> None:
         f"again, so nothing of it is saved. {_INSTEAD_OF_CHECKPOINTING}; or pass use_reentrant=True, with which what "
         "is computed again is packed until its backward",
     )
+
+
+def not_chunked(found: Sequence[Chunked]) -> None:
+    """Warn of last layers that `options["chunk"]` leaves as they are, unless another of the graph is in chunks."""
+    if any(each.done for each in found):
+        return
+    for each in found:
+        _warn((each.layer, "chunk"), f"options['chunk']: {each}")
 
 
 def _warn(about: tuple[str, str], message: str) -> None:

@@ -48,6 +48,22 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     return node
 
 
+def run_on_fakes(node: Node, mode: Any = None) -> None:
+    """Give `node` its fake value, that of its operator on the fake values of its inputs; in `mode` if it has none."""
+
+    def value(n: Node) -> Any:
+        return n.meta["val"]
+
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+    fakes: list[Any] = [v for v in torch_values.pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    mode = fakes[0].fake_mode if fakes else mode
+    if mode is None:  # it computes with sizes
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return
+    with torch_values.tracing_on_fakes(mode):
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def last_use(node: Node) -> Node:
     """The last node of the forward that reads the storage of `node`, through views as well; not the output."""
     key = storage_of(node)

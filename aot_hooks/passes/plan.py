@@ -19,7 +19,17 @@ from cudagraph.graph.snapshots import SNAPSHOT
 from ..errors import OptionError
 from ..graphs.backward_reads import FoundRead
 from ..graphs.layout import in_memory_order, is_contiguous
-from ..graphs.nodes import PACKED, REGION, annotation, producer, region_body, region_output, seen_from, view_source
+from ..graphs.nodes import (
+    MADE_EARLY,
+    PACKED,
+    REGION,
+    annotation,
+    producer,
+    region_body,
+    region_output,
+    seen_from,
+    view_source,
+)
 from ..graphs.saved import Boundary, Kind, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..library.bitmask import bitmask, bits_instead
@@ -105,6 +115,7 @@ class Plan:
         in_step: what is alive beside the graph in a step of many calls; None if it was planned as the whole step.
         program: for a plan that holds the least: its step as data, and the error that it may have. A step of many calls
             is planned from these.
+        chunked: for each last layer, how it is computed in chunks of tokens, or why not; see passes/chunk.py.
     """
 
     decisions: tuple[Decision, ...]
@@ -115,6 +126,7 @@ class Plan:
     after_ms: float = field(default=0.0, compare=False, repr=False)
     in_step: InStep | None = field(default=None, compare=False, repr=False)
     program: tuple[Any, float] | None = field(default=None, compare=False, repr=False)
+    chunked: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -164,6 +176,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
         before_ms=sum(p.before_ms for p in plans),
         after_ms=sum(p.after_ms for p in plans),
         in_step=step,
+        chunked=tuple(each for p in plans for each in p.chunked),
     )
 
 
@@ -335,6 +348,8 @@ def _why_unpackable(value: SavedValue, readers: Sequence[Node]) -> str:
     if any(str(n.target) in _RANDOM_STATE for n in (producer(node), *readers)):
         return "random state"
     inside = region_output(node)  # a nested compiled region saved it for its own backward
+    if any(n.meta.get(MADE_EARLY) for n in (node, producer(node))):
+        return "a gradient that the forward made, see docs/chunk.md"
     if node.meta.get(PACKED) or (inside is not None and inside.meta.get(PACKED)):
         return "packed in a nested compiled region"
     if node.meta.get(SNAPSHOT):

@@ -19,8 +19,8 @@ from .by_hand import Whole
 from .device_memory import Outside, outside_of_step
 from .step import ALONE, Moment
 
-ALLOWED = ("recompute", "lossless", "offload", "float8", "int8", "int4")
-EXACT = ("recompute", "lossless", "offload")  # of these
+ALLOWED = ("recompute", "chunk", "lossless", "offload", "float8", "int8", "int4")
+EXACT = ("recompute", "chunk", "lossless", "offload")  # of these
 _FIT = 0.95  # share of the device's free memory that "fit" may take
 
 

@@ -103,6 +103,7 @@ def compile_graph(
     compiling: Callable[[], None] = lambda: None,
     *,
     stored: bool = False,
+    without_gradients: Callable[[GraphModule], GraphModule] = lambda gm: gm,
 ) -> Callable[..., Any]:
     """AOTAutograd's graphs as they are: Python code, whose arguments are a list that it empties to free memory early.
 
@@ -111,6 +112,7 @@ def compile_graph(
         compiling: called before each graph is compiled.
         stored: use torch's cache of AOTAutograd's results. Only inside of `autograd_cache.extended`: `partition` is
             in no key of torch's.
+        without_gradients: a pass over graphs that have no backward, which are not partitioned.
     """
 
     def as_it_is(graph_module: GraphModule, _inputs: Any) -> Any:
@@ -126,6 +128,8 @@ def compile_graph(
 
     names = ("forward", "backward", "inference")
     using = {name: announced(compile_with[name] if compile_with else as_it_is) for name in names}
+    inference = using["inference"]
+    using["inference"] = lambda graph_module, inputs: inference(without_gradients(graph_module), inputs)
     if stored and compile_with is None:
         serializable = need("torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler")
         using = {name: serializable(_aten_code_class(), compiler) for name, compiler in using.items()}
@@ -164,6 +168,21 @@ def copied(gm: GraphModule, *, lazily: bool = True) -> GraphModule:
     """
     make = need("torch.fx._lazy_graph_module._LazyGraphModule") if lazily else GraphModule
     made: GraphModule = make(gm, copy.deepcopy(gm.graph))
+    made.meta = dict(gm.meta)
+    return made
+
+
+def edited_copy(gm: GraphModule) -> GraphModule:
+    """`gm` with a graph of its own, to edit it; fake values, and the code that takes its arguments, are shared.
+
+    `copied` copies that code, too, of which a joint graph has some that torch warns about (2.13); 2.11 to 2.15.
+    """
+    graph = torch.fx.Graph()
+    nodes: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        nodes[node] = graph.node_copy(node, nodes.__getitem__)
+    graph.set_codegen(gm.graph._codegen)
+    made = GraphModule(gm, graph)
     made.meta = dict(gm.meta)
     return made
 

@@ -87,6 +87,7 @@ def first_joint_pass(fn: Callable[[Any], None], patches: dict[str, Any]) -> dict
 
 
 Compile = Callable[..., Any]
+Pass = Callable[[GraphModule], GraphModule]
 Capture = Callable[[Compile], Compile] | None  # from an inner compile to one that captures
 
 
@@ -96,15 +97,29 @@ def compile_stock(
     patches: dict[str, Any],
     capture: Capture = None,
     inner: Compile | None = None,
+    without_gradients: Pass | None = None,
 ) -> Callable[..., Any]:
-    """The same call as stock torch's; with `capture` the compiled graphs are captured; `inner` compiles a graph."""
+    """The same call as stock torch's; with `capture` the compiled graphs are captured; `inner` compiles a graph.
+
+    `without_gradients`: a pass over graphs that have no backward, which are not partitioned.
+    """
     inner = inner or need("torch._inductor.compile_fx.compile_fx_inner")
+    if without_gradients is not None:
+        inner = _after(without_gradients, inner)
     if capture is not None:
         return compilers.compile_inductor(gm, inputs, capture(inner), patches, need=need)
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
     inner = _with_checked_entries(inner)
     compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches or None)
     return compiled
+
+
+def _after(without_gradients: Pass, inner: Compile) -> Compile:
+    @functools.wraps(inner)
+    def inner_compile(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return inner(without_gradients(gm) if kwargs.get("is_inference") else gm, *args, **kwargs)
+
+    return inner_compile
 
 
 def _with_checked_entries(inner: Compile) -> Compile:
@@ -124,6 +139,7 @@ def compile_with_hooks(
     patches: dict[str, Any],
     compiling: Callable[[], None],
     capture: Capture = None,
+    without_gradients: Pass | None = None,
 ) -> Callable[..., Any]:
     """Inductor with its heuristics adapted to graphs that pack, see `choices`. Stock heuristics without them.
 
@@ -147,7 +163,8 @@ def compile_with_hooks(
     ours: dict[str, Any] = {"allow_buffer_reuse": False, "dynamic_scale_rblock": False}
     if not _has_cuda_graphs(patches):
         ours["graph_partition"] = False  # its pieces are for CUDA graphs; looking for them is 4% of compiling
-    return compile_stock(gm, inputs, ours | patches | order_pass(patches), capture, inner_compile)
+    settings = ours | patches | order_pass(patches)
+    return compile_stock(gm, inputs, settings, capture, inner_compile, without_gradients)
 
 
 def _has_cuda_graphs(patches: Mapping[str, Any]) -> bool:

@@ -1,0 +1,448 @@
+"""What an operator does to the tokens of a tensor, so that it can run on some of the tokens.
+
+      mm(h, w)                 [N, D] x [D, V]     tokens in dimension 0      rows of h give rows of the result
+      view(., [B, T, V])                           tokens in dimensions 0, 1
+      amax(., [-1])                                each token by itself
+      mm(t(grad), h)           [V, N] x [N, D]     summed over the tokens     sums of parts are added
+
+`step_of` answers for one node: where its result has the tokens, which inputs are cut along with them, and the call that
+computes it for some tokens. In that call the dimensions of tokens are one: [B, T, V] becomes [n, V]. Operators go by
+name. One that no table has is not known to treat tokens alike, and has no step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..torch_private.values import same_size
+from .nodes import argument_called, has_tag
+
+_ELEMENTWISE = frozenset(
+    "aten._to_copy.default aten.detach.default aten.alias.default aten.lift_fresh_copy.default aten.full_like.default "
+    "aten.zeros_like.default aten.ones_like.default aten.tanh_backward.default aten.sigmoid_backward.default "
+    "aten.clamp_min.default aten.clamp_max.default".split()
+)  # without torch's tag "pointwise"
+_VIEWS = frozenset(
+    "aten.view.default aten._unsafe_view.default aten.reshape.default aten.unsqueeze.default aten.squeeze.dim "
+    "aten.squeeze.dims aten.squeeze.default".split()
+)
+_PERMUTES = frozenset("aten.permute.default aten.t.default aten.transpose.int".split())
+SOFTMAX = frozenset("aten._log_softmax.default aten._softmax.default".split())
+_REDUCTIONS = frozenset(  # the second argument is a dimension, or a list of them
+    "aten.sum.dim_IntList aten.mean.dim aten.amax.default aten.amin.default aten.logsumexp.default aten.argmax.default "
+    "aten.argmin.default aten.any.dim aten.all.dim aten.prod.dim_int".split()
+)
+_SUMS = frozenset("aten.sum.default aten.sum.dim_IntList".split())
+_ALONG = {  # the argument that is the dimension along which they work
+    **dict.fromkeys(SOFTMAX | {"aten.cumsum.default", "aten.gather.default", "aten.slice.Tensor"}, 1),
+    **dict.fromkeys("aten.scatter.value aten.scatter.src aten.scatter_add.default aten.cat.default".split(), 1),
+    **dict.fromkeys("aten._log_softmax_backward_data.default aten._softmax_backward_data.default".split(), 2),
+    "aten.slice_scatter.default": 2,
+    "aten.slice_backward.default": 2,
+}
+_CONSTANTS = frozenset("aten.full.default aten.zeros.default aten.ones.default".split())
+# operators whose result has as many times the gradient as their first argument
+_LINEAR = frozenset(
+    "aten.neg.default aten.expand.default aten.clone.default aten._to_copy.default aten.detach.default "
+    "aten.alias.default aten.sum.default aten.sum.dim_IntList aten.mean.dim aten.mean.default aten.slice.Tensor "
+    "aten.slice_backward.default aten.gather.default aten.tanh_backward.default aten.sigmoid_backward.default "
+    "aten._log_softmax_backward_data.default aten._softmax_backward_data.default aten.cumsum.default "
+    "prims.convert_element_type.default".split()
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The dimensions of a tensor that are its tokens: `count` of them from `first` on."""
+
+    first: int
+    count: int = 1
+
+    def dims(self) -> range:
+        return range(self.first, self.first + self.count)
+
+    def flat(self, shape: Sequence[Any], tokens: Any) -> list[Any]:
+        """`shape` with `tokens` as the one size of these dimensions."""
+        return [*shape[: self.first], tokens, *shape[self.first + self.count :]]
+
+    def moved(self, dim: int, ndim: int) -> int | None:
+        """Dimension `dim` once the tokens are one dimension; None if it is one of the tokens'."""
+        dim %= ndim
+        return None if dim in self.dims() else dim if dim < self.first else dim - self.count + 1
+
+
+@dataclass(frozen=True)
+class Read:
+    """An input: where its tokens would be; `cut` along them, or the same for all tokens, with sizes of 1 there.
+
+    `like`: sizes of the tokens' dimensions, to which an input that lacks some of them is expanded.
+    """
+
+    rows: Rows
+    cut: bool = True
+    like: tuple[Any, ...] = ()
+
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+Get = Callable[[Any], Any]  # from the arguments of a node to those of its call for some tokens
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a node is computed for some tokens.
+
+    Attributes:
+        out: where the result has the tokens; None if it is a sum over them.
+        reads: the inputs that are cut or reshaped. All others are read as they are.
+        build: from `(get, number of tokens)` to the call.
+    """
+
+    out: Rows | None
+    reads: Mapping[Node, Read]
+    build: Callable[[Get, Any], Call]
+
+
+def shape_of(node: Node) -> tuple[Any, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def trimmed(rows: Rows, shape: Sequence[Any]) -> Rows:
+    """`rows` without sizes of 1 at its ends, so that equal tokens have equal dimensions."""
+    first, end = rows.first, rows.first + rows.count
+    while end - first > 1 and same_size(shape[first], 1):
+        first += 1
+    while end - first > 1 and same_size(shape[end - 1], 1):
+        end -= 1
+    return Rows(first, end - first)
+
+
+def step_of(node: Node, rows: Mapping[Node, Rows], wanted: Rows | None = None) -> Step | None:
+    """The step of `node`; None if its operator is not known to treat tokens alike.
+
+    Args:
+        rows: where inputs have the tokens, as far as known.
+        wanted: where the result must have them, if no input says it.
+    """
+    if node.op != "call_function" or not is_tensor(node):
+        return None
+    name = str(node.target)
+    if has_tag(node, torch.Tag.nondeterministic_seeded):
+        return None
+    known = {n: rows[n] for n in node.all_input_nodes if n in rows}
+    if name in _CONSTANTS:
+        return _constant(node, wanted)
+    if name in _VIEWS:
+        return _view(node, known, wanted)
+    if name == "aten.expand.default":
+        return _expand(node, known, wanted)
+    if name in _PERMUTES:
+        return _permute(node, known, wanted)
+    if name in ("aten.mm.default", "aten.addmm.default"):
+        return _product(node, known, wanted)
+    if name in _SUMS and known and (found := _sum(node, known)) is not None:
+        return found
+    if name in _REDUCTIONS:
+        return _reduce(node, known, wanted)
+    if name in _ALONG:
+        return _along(node, known, wanted, _ALONG[name])
+    if name in _ELEMENTWISE or has_tag(node, torch.Tag.pointwise):
+        return _elementwise(node, known, wanted)
+    return None
+
+
+def is_conversion(node: Node) -> bool:
+    return str(node.target) in ("prims.convert_element_type.default", "aten._to_copy.default")
+
+
+def _same(node: Node) -> Callable[[Get, Any], Call]:
+    return lambda get, _: (node.target, get(node.args), get(dict(node.kwargs)))
+
+
+def _constant(node: Node, wanted: Rows | None) -> Step | None:
+    if wanted is None:
+        return None
+    size = shape_of(node)
+    return Step(
+        wanted, {}, lambda get, n: (node.target, (wanted.flat(size, n), *get(node.args[1:])), get(dict(node.kwargs)))
+    )
+
+
+def carried(rows: Rows, source: Sequence[Any], target: Sequence[Any]) -> Rows | None:
+    """Where a view, from shape `source` to `target`, has the tokens; None if it mixes them with other dimensions."""
+
+    def size(of: Sequence[Any]) -> Any:
+        return math.prod(of)
+
+    before, tokens = size(source[: rows.first]), size([source[d] for d in rows.dims()])
+    after = size(source[rows.first + rows.count :])
+    for first in range(len(target)):
+        if not same_size(size(target[:first]), before):
+            continue
+        for end in range(first + 1, len(target) + 1):
+            if same_size(size(target[first:end]), tokens) and same_size(size(target[end:]), after):
+                return trimmed(Rows(first, end - first), target)
+    return None
+
+
+def _view(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+    source: Any = node.args[0]
+    shape = shape_of(node)
+    inside = known.get(source)
+    if inside is None:
+        if wanted is None or (inside := carried(wanted, shape, shape_of(source))) is None:
+            return None
+    out = carried(inside, shape_of(source), shape)
+    if out is None:
+        return None
+    return Step(
+        out,
+        {source: Read(inside)},
+        lambda get, n: (torch.ops.aten.reshape.default, (get(source), out.flat(shape, n)), {}),
+    )
+
+
+def _expand(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+    source: Any = node.args[0]
+    shape = shape_of(node)
+    aligned = _aligned(node, {**known}, wanted)
+    if aligned is None:
+        return None
+    out, reads = aligned
+    return Step(out, reads, lambda get, n: (node.target, (get(source), out.flat(shape, n)), {}))
+
+
+def _aligned(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> tuple[Rows, dict[Node, Read]] | None:
+    """The tokens of a result against which inputs are broadcast, and the inputs' reads."""
+    shape = shape_of(node)
+    out = wanted
+    for source, rows in known.items():
+        offset = len(shape) - len(shape_of(source))
+        found = Rows(rows.first + offset, rows.count)
+        if out is not None and out != found:
+            return None
+        if not all(same_size(shape[d], shape_of(source)[d - offset]) for d in found.dims()):
+            return None
+        out = found
+    if out is None:
+        return None
+    sizes = tuple(shape[d] for d in out.dims())
+    reads: dict[Node, Read] = {}
+    for source in node.all_input_nodes:
+        if not is_tensor(source) or source in known:
+            if source in known:
+                reads[source] = Read(known[source])
+            continue
+        own = shape_of(source)
+        offset = len(shape) - len(own)
+        inside = [d - offset for d in out.dims() if d >= offset]
+        if not inside:
+            continue
+        rows = Rows(max(0, out.first - offset), len(inside))
+        if all(same_size(own[d], 1) for d in inside):
+            if len(inside) > 1:
+                reads[source] = Read(rows, cut=False)
+        elif len(inside) == out.count and all(same_size(own[d], s) for d, s in zip(inside, sizes, strict=True)):
+            reads[source] = Read(rows)
+        else:
+            reads[source] = Read(rows, like=sizes)
+    return out, reads
+
+
+def _elementwise(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+    aligned = _aligned(node, known, wanted)
+    return None if aligned is None else Step(*aligned, _same(node))
+
+
+def _permute(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+    arguments: Any = node.args
+    source = arguments[0]
+    ndim = len(shape_of(source))
+    order = list(range(ndim))
+    if str(node.target) == "aten.permute.default":
+        order = [d % ndim for d in arguments[1]]
+    elif ndim > 1:
+        a, b = (0, 1) if str(node.target) == "aten.t.default" else (d % ndim for d in arguments[1:])
+        order[a], order[b] = b, a
+    inside = known.get(source)
+    if inside is None:
+        if wanted is None:
+            return None
+        inside = Rows(order[wanted.first], wanted.count)
+    if inside.first not in order:
+        return None
+    out = Rows(order.index(inside.first), inside.count)
+    if [order[d] for d in out.dims() if d < ndim] != list(inside.dims()):
+        return None
+    small = [inside.moved(d, ndim) if d != inside.first else inside.first for d in order]
+    flat = [d for d in small if d is not None]
+    return Step(out, {source: Read(inside)}, lambda get, _: (torch.ops.aten.permute.default, (get(source), flat), {}))
+
+
+def _product(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+    *bias, a, b = node.args[: 3 if "addmm" in str(node.target) else 2]
+    if a is b or not is_tensor(a) or not is_tensor(b):
+        return None
+    left, right = known.get(a), known.get(b)  # type: ignore[arg-type]
+    if left is None and right is None and wanted is not None:
+        left, right = (Rows(0), None) if wanted == Rows(0) else (None, Rows(1))
+    reads: dict[Node, Read] = {}
+    out: Rows | None
+    if left == Rows(1) or right == Rows(0):  # each token contributes to each number of the result
+        if bias:
+            return None
+        out = None
+        reads = {a: Read(Rows(1)), b: Read(Rows(0))}  # type: ignore[dict-item]
+    elif left == Rows(0) and right is None:
+        out, reads = Rows(0), {a: Read(Rows(0))}  # type: ignore[dict-item]
+    elif right == Rows(1) and left is None:
+        out, reads = Rows(1), {b: Read(Rows(1))}  # type: ignore[dict-item]
+    else:
+        return None
+    if bias:
+        aligned = _aligned_to(bias[0], node, out)
+        if aligned is None:
+            return None
+        reads |= aligned
+    return Step(out, reads, _same(node))
+
+
+def _aligned_to(bias: Any, node: Node, out: Rows | None) -> dict[Node, Read] | None:
+    """How a bias is read. Its own tokens, if it has them, are those of the result."""
+    if out is None or not is_tensor(bias):
+        return None
+    own, shape = shape_of(bias), shape_of(node)
+    dim = out.first - (len(shape) - len(own))
+    return {bias: Read(Rows(dim))} if dim >= 0 and not same_size(own[dim], 1) else {}
+
+
+def _reduced(node: Node) -> list[int] | None:
+    """The dimensions that a reduction takes away or leaves with size 1; None for all."""
+    ndim = len(shape_of(node.args[0]))  # type: ignore[arg-type]
+    dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if dims is None or dims == []:
+        return None
+    return [d % ndim for d in (dims if isinstance(dims, list | tuple) else [dims])]
+
+
+def _sum(node: Node, known: Mapping[Node, Rows]) -> Step | None:
+    """A sum over all tokens; None if it sums over none of them, or some."""
+    source: Any = node.args[0]
+    rows = known[source]
+    dims = list(range(len(shape_of(source)))) if str(node.target) == "aten.sum.default" else _reduced(node)
+    if dims is None or not set(rows.dims()) <= set(dims):
+        return None
+    ndim = len(shape_of(source))
+    flat = [rows.first, *(d for d in (rows.moved(d, ndim) for d in dims) if d is not None)]
+    keep = bool(argument_called("keepdim", node)) if str(node.target) != "aten.sum.default" else False
+    if keep and rows.count > 1:
+        return None
+    dtype = node.meta["val"].dtype
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return Step(
+        None,
+        {source: Read(rows)},
+        lambda get, _: (torch.ops.aten.sum.dim_IntList, (get(source), sorted(flat), keep), {"dtype": wide}),
+    )
+
+
+def _reduce(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+    source: Any = node.args[0]
+    rows, dims = known.get(source), _reduced(node)
+    if rows is None or dims is None or set(rows.dims()) & set(dims):
+        return None
+    ndim = len(shape_of(source))
+    flat = [rows.moved(d, ndim) for d in dims]
+    keep = bool(argument_called("keepdim", node))
+    out = Rows(rows.first if keep else rows.first - sum(d < rows.first for d in dims), rows.count)
+    single = not isinstance(node.args[1], list | tuple)
+    where = flat[0] if single else flat
+    return Step(
+        out,
+        {source: Read(rows)},
+        lambda get, _: (node.target, (get(source), where, *node.args[2:]), dict(node.kwargs)),
+    )
+
+
+def _along(node: Node, known: Mapping[Node, Rows], wanted: Rows | None, position: int) -> Step | None:
+    """Operators along one dimension that is no token's. All tensors have the same number of dimensions."""
+    shape = shape_of(node)
+    dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+    found = {*known.values(), *(() if wanted is None else (wanted,))}
+    if len(found) != 1 or not isinstance(dim, int):
+        return None
+    (rows,) = found
+    moved = rows.moved(dim, len(shape))
+    tensors = [n for n in node.all_input_nodes if is_tensor(n)]
+    if moved is None or any(len(shape_of(n)) != len(shape) for n in tensors):
+        return None
+    if any(not same_size(shape_of(n)[d], shape[d]) for n in tensors for d in rows.dims()):
+        return None
+    if any(n not in tensors for n in node.all_input_nodes):  # a symbolic size of what is no token
+        return None
+
+    def build(get: Get, tokens: Any) -> Call:
+        args = list(get(node.args))
+        while len(args) <= position:
+            args.append(0)
+        args[position] = moved
+        if str(node.target) == "aten.slice_backward.default":
+            args[1] = rows.flat(shape, tokens)
+        return node.target, tuple(args), get(dict(node.kwargs))
+
+    return Step(rows, {n: Read(rows) for n in tensors}, build)
+
+
+def is_zero(value: Any) -> bool:
+    """Whether `value` is a constant of zeros."""
+    if isinstance(value, int | float):
+        return value == 0
+    if not isinstance(value, Node):
+        return False
+    name = str(value.target)
+    if name in ("aten.full.default", "aten.full_like.default", "aten.scalar_tensor.default"):
+        return bool(value.args[0 if "scalar" in name else 1] == 0)
+    if name in _VIEWS or name == "aten.expand.default":
+        return is_zero(value.args[0])
+    return name in ("aten.zeros.default", "aten.zeros_like.default")
+
+
+def is_linear(node: Node, factors: Callable[[Node], bool]) -> bool:
+    """Whether `node` has a factor that its inputs with `factors(input)` have: twice these, twice the result."""
+    name, args = str(node.target), node.args
+
+    def scaled(value: Any) -> bool:
+        return isinstance(value, Node) and factors(value)
+
+    count = sum(map(scaled, args))
+    if name in ("aten.add.Tensor", "aten.sub.Tensor"):
+        return all(scaled(a) or is_zero(a) for a in args[:2])
+    if name in ("aten.mul.Tensor", "aten.mul.Scalar", "aten.mm.default"):
+        return count == 1
+    if name in ("aten.div.Tensor", "aten.div.Scalar"):
+        return scaled(args[0]) and count == 1 and not node.kwargs.get("rounding_mode")
+    if name == "aten.where.self":
+        return not scaled(args[0]) and all(scaled(a) or is_zero(a) for a in args[1:])
+    if name == "aten.masked_fill.Scalar":
+        return scaled(args[0]) and count == 1 and is_zero(args[2])
+    if name in ("aten.scatter.src", "aten.scatter_add.default"):
+        return not scaled(args[2]) and all(scaled(a) or is_zero(a) for a in (args[0], args[3]))
+    if name == "aten.scatter.value":
+        return scaled(args[0]) and count == 1 and is_zero(args[3])
+    if name == "aten.slice_scatter.default":
+        return all(scaled(a) or is_zero(a) for a in args[:2])
+    if name == "aten.cat.default":
+        return all(scaled(a) or is_zero(a) for a in args[0])  # type: ignore[union-attr]
+    if name in _LINEAR or name in _VIEWS or name in _PERMUTES:
+        floating = is_tensor(node) and node.meta["val"].is_floating_point()
+        return scaled(args[0]) and count == 1 and floating
+    return False

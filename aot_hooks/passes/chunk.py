@@ -1,0 +1,379 @@
+"""The last linear layer and its loss, in chunks of tokens: a joint graph in, a joint graph out, and what was done.
+
+      logits = mm(h, w)                                [N, V]
+      ... casts, softcap, log_softmax, loss ...        for each chunk of n tokens:
+      grad = ... of the loss ...                 -->       the same on [n, V]
+      grad_h = mm(grad, w)                                 grad_h of these tokens, grad_w += mm(t(grad), h)
+      grad_w = mm(t(grad), h)
+
+What depends on logits and has their size is computed for one chunk at a time, and so is what lies between. It is found
+by data flow (`graphs/rows.py`), so the loss may be any function that treats tokens alike. Two ways:
+
+- gradients in the forward: all of the above is one loop. The gradient of the loss is one number, which multiplies
+  grad_h and grad_w afterwards. These two cross to the backward.
+- logits twice: a loop for the loss in the forward, and one for the gradients in the backward, which computes logits
+  again. One more product; it is taken where the first way would be wrong, see `_why_twice`.
+
+The loops are unrolled into plain operators. So the partition, hooks, plans, caches and CUDA graphs need to know nothing
+of them, and sizes may be symbolic. `wait_for` keeps compilers from mixing two chunks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..graphs.nodes import source_line, tensor_bytes
+from ..graphs.rows import Rows, Step, is_linear, is_tensor, is_zero, shape_of, step_of
+from ..torch_private import aot
+from ..torch_private.values import hint, symbols_of
+from .chunk_loop import Loop, place_in_order, write_chunks
+from .edits import log, show
+from .expand_losses import expand_losses
+
+# Tokens of a chunk. Each chunk reads and writes the sums of grad_w once, which takes as long as 240 / n of the three
+# products of n tokens at an H200's rates (8.2e14 operations and 3.9e12 bytes a second), and 10 / n on a CPU.
+_TOKENS = {"cpu": 256, "cuda": 2048}
+# A graph holds each chunk's operators, and compiling takes as much longer.
+_MOST_CHUNKS = 32
+# Bytes of the logits in float32. Below, a graph is smaller without chunks, and nothing else of its step is.
+_LEAST_BYTES = 16 << 20
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+_EXPONENTIALS = ("aten._log_softmax.default", "aten._softmax.default", "aten.exp.default", "aten.logsumexp.default")
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """What was done with one last layer: its line and sizes, and how; or why it was left."""
+
+    layer: str
+    how: str
+    done: bool
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.how}" if self.done else f"{self.layer}: not in chunks, {self.how}"
+
+
+@dataclass(frozen=True)
+class _Region:
+    """What is computed in chunks.
+
+    Attributes:
+        steps: of the nodes, in order.
+        outputs: the nodes that others read.
+    """
+
+    seed: Node
+    steps: Mapping[Node, Step]
+    outputs: tuple[Node, ...]
+
+    def inputs(self, nodes: Iterable[Node]) -> set[Node]:
+        return {n for node in nodes for n in node.all_input_nodes} - self.steps.keys()
+
+
+_LOSS_OUTSIDE = (
+    "the program returns it, and its loss is outside of the compiled function. Compile a function that returns the "
+    "loss, or call torch's linear_cross_entropy (torch 2.13) in its place"
+)
+
+
+class _NotChunked(Exception):
+    """Why a layer is left as it is."""
+
+
+def chunked(joint: GraphModule, tokens: int | None) -> tuple[GraphModule, tuple[Chunked, ...]]:
+    """`joint`, or a graph without gradients, with its last layers in chunks. `joint` itself is not changed.
+
+    Args:
+        tokens: of a chunk at most; None: chosen by device, where the logits are worth it.
+    """
+    if not _layers(joint, tokens):
+        return joint, ()
+    found: list[Chunked] = []
+    gm = aot.edited_copy(joint)
+    expand_losses(gm.graph)
+    tried: set[str] = set()
+    changed = False
+    while layers := [node for node in _layers(gm, tokens) if node.name not in tried]:
+        seed = layers[0]
+        tried.add(seed.name)
+        layer = f"{_text(seed)} of {source_line(seed) or seed.name}"
+        attempt = aot.edited_copy(gm)
+        node = next(n for n in attempt.graph.nodes if n.name == seed.name)
+        try:
+            how, names = _chunk_one(attempt, node, tokens)
+        except _NotChunked as e:
+            if not str(e):
+                continue
+            found.append(Chunked(layer, str(e), False))
+        else:
+            tried |= names
+            found.append(Chunked(layer, how, True))
+            gm, changed = attempt, True
+        log.info("chunk: %s", found[-1])
+    if not changed:
+        return joint, tuple(found)
+    show("joint graph in chunks", gm)
+    return gm, tuple(found)
+
+
+def _text(node: Node) -> str:
+    value = node.meta["val"]
+    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+
+
+def _layers(gm: GraphModule, tokens: int | None) -> list[Node]:
+    """Products of the forward with more columns than they have terms, largest first: where logits may come from."""
+    of_tangents = _depends_on(gm.graph.nodes, filter(aot.is_tangent, gm.graph.find_nodes(op="placeholder")))
+    found = []
+    for node in gm.graph.nodes:
+        if str(node.target) not in _PRODUCTS or node in of_tangents or not is_tensor(node):
+            continue
+        (count, words), terms = shape_of(node), shape_of(node.args[-2])[1]
+        if not isinstance(words, int) or not isinstance(terms, int) or words <= 2 * terms or node.meta.get(_IN_CHUNK):
+            continue
+        large = 4 * hint(count) * words >= _LEAST_BYTES if tokens is None else hint(count) > tokens
+        if large and node.meta["val"].is_floating_point():
+            found.append(node)
+    return sorted(found, key=lambda node: -tensor_bytes(node.meta["val"]))
+
+
+_IN_CHUNK = "aot_hooks_chunk"
+
+
+def _depends_on(nodes: Iterable[Node], start: Iterable[Node]) -> set[Node]:
+    """`start`, and all of `nodes`, which are in order, that are computed from it."""
+    found = set(start)
+    for node in nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _chunk_one(gm: GraphModule, seed: Node, tokens: int | None) -> tuple[str, set[str]]:
+    """Chunk the layer `seed` of `gm`, in place. Returns how, and the names of the layers that it has included."""
+    region = _region(gm, seed)
+    nodes = list(gm.graph.nodes)
+    tangents = _depends_on(nodes, filter(aot.is_tangent, gm.graph.find_nodes(op="placeholder")))
+    after = _depends_on(nodes, region.outputs) - region.steps.keys()  # what is computed from results of the loop
+    gradients = [n for n in region.steps if n in tangents]
+    count = _chunks(seed, tokens)
+    names = {n.name for n in region.steps if str(n.target) in _PRODUCTS}
+    loop = Loop(gm, region.steps, seed, count)
+    forward = [n for n in region.outputs if n not in tangents]
+    backward = [n for n in region.outputs if n in tangents]
+    if late := region.inputs(_needed(region, forward)) & (after | tangents):
+        raise _NotChunked(f"the loss of a token needs results of others ({_name(min(late, key=nodes.index))})")
+    if late := region.inputs(gradients) & (_depends_on(nodes, backward) - region.steps.keys()):
+        raise _NotChunked(f"its gradients need results of themselves ({_name(min(late, key=nodes.index))})")
+    if not backward:
+        loss = write_chunks(loop, _needed(region, forward), forward)
+        how = f"{count} chunks"
+    elif why := (scale := _scale(region, gradients, tangents, after))[1]:
+        loss = write_chunks(loop, _needed(region, forward), forward)
+        first = next(n for n in nodes if n in tangents and n in region.inputs(gradients) and is_tensor(n))
+        loss |= write_chunks(loop, _needed(region, backward), backward, waits_for=first)
+        how = f"{count} chunks, logits again in the backward: {why}"
+    else:
+        loss = write_chunks(loop, list(region.steps), list(region.outputs), scale=scale[0], scaled=backward)
+        how = f"{count} chunks, gradients in the forward"
+    for node, result in loss.items():
+        node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in region.steps)
+    _erase(gm, nodes)
+    try:
+        place_in_order(gm)
+    except ValueError as e:
+        raise _NotChunked(f"its parts need each other's results ({e})") from e
+    for node in gm.graph.nodes:
+        if str(node.target) in _PRODUCTS and node.name not in {n.name for n in nodes}:
+            node.meta[_IN_CHUNK] = True
+    gm.graph.lint()
+    gm.recompile()
+    return how, names
+
+
+def _erase(gm: GraphModule, nodes: Iterable[Node]) -> None:
+    """Erase those of `nodes`, which are in order, that had readers and have none any more."""
+    for node in reversed(list(nodes)):
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            gm.graph.erase_node(node)
+
+
+def _chunks(seed: Node, tokens: int | None) -> int:
+    count = hint(shape_of(seed)[0])
+    each = tokens if tokens is not None else _TOKENS.get(seed.meta["val"].device.type, 1024)
+    chunks = min(_MOST_CHUNKS, -(-count // each))
+    if chunks < 2:
+        raise _NotChunked(f"{count} tokens are one chunk of {each}")
+    return chunks
+
+
+# --- the region -------------------------------------------------------------------------------------------------------
+
+
+def _region(gm: GraphModule, seed: Node) -> _Region:
+    nodes = list(gm.graph.nodes)
+    count, words = shape_of(seed)
+    if symbols_of(count) and not hint(count):
+        raise _NotChunked(f"the number of tokens, {count}, is made by an operator of the program")
+    size = hint(count) * words // 2  # a part of the vocabulary may be cut off, or some tokens
+
+    def is_big(node: Node) -> bool:
+        return is_tensor(node) and hint(node.meta["val"].numel()) >= size
+
+    steps, rows = _rowwise(nodes, seed, is_big)
+    kept = _kept(nodes, steps, rows, is_big)
+    big = {n for n in kept if is_big(n)}
+    inside = {n: steps[n] for n in nodes if n in steps and (n in kept or not big.isdisjoint(n.all_input_nodes))}
+    if not any(str(n.target) in _EXPONENTIALS for n in inside):
+        if any(user.op == "output" for n in inside if is_big(n) for user in n.users):
+            raise _NotChunked(_LOSS_OUTSIDE)
+        raise _NotChunked(_why_alone(nodes, seed, inside, is_big))
+    from_seed = _depends_on(nodes, [seed])
+    outputs = []
+    for node in inside:
+        readers = [user for user in node.users if user not in inside]
+        if not readers or node not in from_seed:
+            continue
+        if is_big(node) and steps[node].out is not None:
+            raise _NotChunked(_why_read(node, readers[0]))
+        outputs.append(node)
+    # adopted nodes that only others' results need
+    needed = set(_ancestors(outputs, inside))
+    return _Region(seed, {n: s for n, s in inside.items() if n in needed}, tuple(outputs))
+
+
+def _why_alone(nodes: list[Node], seed: Node, inside: Mapping[Node, Step], is_big: Any) -> str:
+    """Why no loss is found behind `seed`; "" if there is none, as behind most layers."""
+    behind = {seed}
+    for node in nodes:
+        if str(node.target) not in _PRODUCTS and not behind.isdisjoint(node.all_input_nodes) and node.op != "output":
+            behind.add(node)
+    if not any(str(n.target) in _EXPONENTIALS and is_big(n) for n in behind):
+        return ""
+    readers = ((n, user) for n in inside if is_big(n) for user in n.users if user not in inside)
+    return next((_why_read(*each) for each in readers), "")
+
+
+def _why_read(node: Node, reader: Node) -> str:
+    if reader.op == "output":
+        return (
+            f"the program returns {_text(node)} ({_name(node)}). Return the loss alone from the compiled function: "
+            "with transformers, compile a function that returns model(...).loss"
+        )
+    return (
+        f"{_name(reader)} reads {_text(node)} and is not known to treat tokens alike; "
+        "compute what it is for outside of the compiled function, or from the hidden states"
+    )
+
+
+def _name(node: Node) -> str:
+    return f"'{node.name}', {line}" if (line := source_line(node)) else f"'{node.name}'"
+
+
+def _rowwise(nodes: list[Node], seed: Node, is_big: Any) -> tuple[dict[Node, Step], dict[Node, Rows]]:
+    """All that treats the tokens of `seed` alike, up to results of products, and what of their size it is made from."""
+    rows: dict[Node, Rows] = {seed: Rows(0)}
+    first = step_of(seed, {}, Rows(0))
+    if first is None:
+        raise _NotChunked("its weight has tokens too")
+    steps = {seed: first}
+    ends: set[Node] = set()  # products that take the logits' size away: what reads them is outside
+    from_seed = _depends_on(nodes, [seed])
+
+    def adopt(step: Step) -> bool:
+        """Take in what `step` reads that has the size of logits but is not made of them: a teacher's logits."""
+        for source, read in step.reads.items():
+            if source in rows or not read.cut or read.like or source in from_seed or not is_big(source):
+                continue
+            made = step_of(source, rows, read.rows)
+            if made is not None and made.out == read.rows and adopt(made):
+                rows[source], steps[source] = read.rows, made
+        return True
+
+    adopt(first)
+    before = 0
+    while before != len(steps):
+        before = len(steps)
+        for node in nodes:
+            if node in steps:
+                continue
+            known = {n: rows[n] for n in node.all_input_nodes if n in rows and n not in ends}
+            step = step_of(node, known) if known else None
+            if step is None:
+                continue
+            adopt(step)
+            steps[node] = step
+            if step.out is not None:
+                rows[node] = step.out
+                if str(node.target) in _PRODUCTS and not is_big(node):
+                    ends.add(node)
+    return steps, rows
+
+
+def _kept(nodes: list[Node], steps: Mapping[Node, Step], rows: Mapping[Node, Rows], is_big: Any) -> set[Node]:
+    """Nodes of the size of logits, and small ones between them."""
+    kept: set[Node] = set()
+    for node in reversed(nodes):
+        if node in rows and (is_big(node) or not kept.isdisjoint(node.users)):
+            kept.add(node)
+    return kept
+
+
+def _ancestors(nodes: Iterable[Node], inside: Collection[Node]) -> list[Node]:
+    found: dict[Node, None] = {}
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in inside and node not in found:
+            found[node] = None
+            stack += node.all_input_nodes
+    return list(found)
+
+
+def _needed(region: _Region, outputs: Iterable[Node]) -> list[Node]:
+    """The nodes of the region, in order, that `outputs` are computed from."""
+    found = set(_ancestors(outputs, region.steps))
+    return [node for node in region.steps if node in found]
+
+
+# --- which way --------------------------------------------------------------------------------------------------------
+
+
+def _scale(
+    region: _Region, gradients: Collection[Node], tangents: Collection[Node], after: Collection[Node]
+) -> tuple[tuple[Node, tuple[Node, ...]] | None, str]:
+    """The one number that multiplies all gradients, with the nodes between it and the region, in order; or why not."""
+    if region.seed.meta["val"].dtype == torch.float16:
+        return None, "float16 needs the scale of the gradient before it is rounded"
+    position = {node: i for i, node in enumerate(region.seed.graph.nodes)}
+    start = [n for n in region.inputs(gradients) if n in tangents]
+    frontier, path = set(start), set(start)
+    best: Node | None = None
+    while frontier:
+        last = max(frontier, key=position.__getitem__)
+        if len(frontier) == 1 and is_tensor(last) and hint(last.meta["val"].numel()) == 1:
+            best = last
+        sources = [n for n in last.all_input_nodes if n in tangents]
+        if not sources:
+            break
+        frontier.remove(last)
+        frontier |= set(sources)
+        path |= set(sources)
+    if best is None:
+        return None, "each token has a gradient of its own"
+    between = [n for n in sorted(path, key=position.__getitem__) if position[n] > position[best]]
+    linear = {best}
+    for node in itertools.chain(between, gradients):
+        if not is_zero(node) and not is_linear(node, linear.__contains__):
+            return None, f"{_name(node)} is not known to be linear in the loss's gradient"
+        linear.add(node)
+    read = region.inputs(region.steps) | {n for node in between for n in node.all_input_nodes} | set(between)
+    if late := (read & set(after)):
+        return None, f"the gradient depends on the loss ({_name(min(late, key=position.__getitem__))})"
+    return (best, tuple(between)), ""

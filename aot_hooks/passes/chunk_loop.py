@@ -1,0 +1,380 @@
+"""The unrolled loop over chunks of tokens: writes the nodes of a region once for each chunk, and joins the results.
+
+      h --split--> h_0, h_1, h_2         logits_0 ... grad_h_0      cat(grad_h_0, grad_h_1, grad_h_2)
+                                                      grad_w = mm(t(grad_0), h_0)
+                   wait_for(h_1, ...)    logits_1 ... grad_w = grad_w + mm(t(grad_1), h_1)
+
+Sums over tokens are in float32, whatever the dtype of the result. So are the products that make gradients before the
+scale of the loss's gradient is known: they are rounded once, after it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..graphs.nodes import MADE_EARLY
+from ..graphs.rows import Read, Rows, Step, is_conversion, is_tensor, shape_of
+from ..torch_private.values import expression, is_operator, symbols_of
+from .chunk_order import wait_for
+from .edits import run_on_fakes
+
+_aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
+_LOW = (torch.bfloat16, torch.float16)
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+_MOVES = ("aten.view.default", "aten.permute.default", "aten.t.default", "aten.transpose.int", "aten.detach.default")
+# Bytes of the sums of a product from which on they are kept in parts: a product is added to its sum in memory of its
+# own, of the size of one part.
+_PARTS_FROM, _PARTS = 256 << 20, 8
+
+
+@dataclass
+class Loop:
+    """Where and how a region is written.
+
+    Attributes:
+        count: the number of chunks. All have `tokens // count` tokens but the last, which has what remains.
+        sizes: of the chunks: numbers, or nodes.
+    """
+
+    gm: GraphModule
+    steps: Mapping[Node, Step]
+    seed: Node
+    count: int
+    sizes: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = shape_of(self.seed)[0]
+        if isinstance(rows, int):
+            size = rows // self.count
+            self.sizes = [size] * (self.count - 1) + [rows - size * (self.count - 1)]
+            return
+        assert rows >= self.count, "the example has as many tokens as chunks"  # a guard: fewer compile another graph
+        tokens = self.add(_aten.sym_size.int, self.seed.args[-2], 0)
+        each = self.add(operator.floordiv, tokens, self.count)
+        before = self.add(operator.mul, each, self.count - 1)
+        self.sizes = [each] * (self.count - 1) + [self.add(operator.sub, tokens, before)]
+
+    @property
+    def graph(self) -> Graph:
+        return self.gm.graph
+
+    def add(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A node at the end of the graph; `place_in_order` moves it."""
+        with self.graph.inserting_before(self.graph.output_node()):
+            node = self.graph.call_function(target, args, kwargs)
+        computes_sizes = not is_operator(target) and target is not operator.getitem
+        run_on_fakes(node, None if computes_sizes else self.seed.meta["val"].fake_mode)
+        return node
+
+
+@dataclass
+class _Sum:
+    """A sum over chunks, in parts along `dim`."""
+
+    dim: int
+    parts: list[Node]
+
+
+@dataclass
+class _Written:
+    """One loop while it is written.
+
+    Attributes:
+        wide: gradients are made before their scale is known, and stay in float32 until then.
+        stand_ins: nodes outside of the region that stand for others in the loop.
+        rows, sums: results so far.
+    """
+
+    loop: Loop
+    wide: Collection[Node]
+    stand_ins: Mapping[Node, Node]
+    rows: dict[Node, list[Node]] = field(default_factory=dict)
+    sums: dict[Node, _Sum] = field(default_factory=dict)
+    cuts: dict[tuple[Node, Read], list[Node]] = field(default_factory=dict)
+    casts: dict[Node, Node] = field(default_factory=dict)
+
+
+def write_chunks(
+    loop: Loop,
+    nodes: Sequence[Node],
+    outputs: Sequence[Node],
+    *,
+    waits_for: Node | None = None,
+    scale: tuple[Node, tuple[Node, ...]] | None = None,
+    scaled: Collection[Node] = (),
+) -> dict[Node, Node]:
+    """Write the loop for `nodes`, which are in order. Returns the node that has the value of each of `outputs`.
+
+    Args:
+        waits_for: a tensor that the loop must not start before.
+        scale: a number that multiplies the outputs `scaled`, and the nodes by which the region reads it. The loop is
+            written as if it were 1.
+    """
+    stand_ins = {} if scale is None else _with_one(loop, *scale)
+    written = _Written(loop, scaled if scale is not None else (), stand_ins)
+    done = [] if waits_for is None else [waits_for]
+    for i in range(loop.count):
+        done = _chunk(written, nodes, outputs, i, done)
+    found = {}
+    for node in outputs:
+        number = scale[0] if scale is not None and node in scaled else None
+        found[node] = _joined(written, node, number)
+    return found
+
+
+def _with_one(loop: Loop, scale: Node, between: Iterable[Node]) -> dict[Node, Node]:
+    """What the region reads of `scale`, computed as if it were 1."""
+    value = scale.meta["val"]
+    shape = list(map(int, value.shape))  # one number
+    one = loop.add(_aten.full.default, shape, 1.0, dtype=value.dtype, device=value.device)
+    found = {scale: one}
+    for node in between:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: found.get(n, n))
+        found[node] = loop.add(node.target, *args, **kwargs)
+    return found
+
+
+def _chunk(written: _Written, nodes: Sequence[Node], outputs: Sequence[Node], i: int, done: list[Node]) -> list[Node]:
+    """Write chunk `i`, which waits for `done`. Returns the nodes that have its results."""
+    loop = written.loop
+    env: dict[Node, Node] = {}
+    held: dict[Node, Node] = {}  # inputs of products that wait
+
+    def input_of(node: Node, step: Step) -> Node:
+        if node in env:
+            return env[node]
+        read = step.reads.get(node)
+        made = written.stand_ins.get(node, node) if read is None else _cut(written, node, read)[i]
+        return made
+
+    for node in nodes:
+        step = loop.steps[node]
+        if step.out is None and node in outputs:
+            _add_to_sum(written, node, step, env, lambda n, step=step: input_of(n, step))
+            continue
+        first = str(node.target) in _PRODUCTS and done
+
+        def get(values: Any, step: Step = step, first: Any = first) -> Any:
+            def one(n: Node) -> Node:
+                found = input_of(n, step)
+                if first and n not in env and n in step.reads:
+                    if found not in held:
+                        held[found] = loop.add(wait_for, found, done)
+                    return held[found]
+                return found
+
+            return map_arg(values, one)
+
+        if node in written.wide and str(node.target) == "aten.mm.default" and node.meta["val"].dtype in _LOW:
+            env[node] = _product(written, node, env, lambda n, step=step: input_of(n, step))
+        else:
+            target, args, kwargs = step.build(get, loop.sizes[i])
+            env[node] = loop.add(target, *args, **kwargs)
+            env[node].meta.update(
+                {k: v for k, v in node.meta.items() if k in ("custom", "stack_trace", "nn_module_stack")}
+            )
+        if node in outputs:
+            written.rows.setdefault(node, []).append(env[node])
+    return [env[n] if n in env else written.sums[n].parts[-1] for n in outputs]
+
+
+def _cut(written: _Written, node: Node, read: Read) -> list[Node]:
+    """`node`, an input of the region, for each chunk."""
+    if (node, read) in written.cuts:
+        return written.cuts[node, read]
+    loop = written.loop
+    source = written.stand_ins.get(node, node)
+    shape = shape_of(source)
+    rows = read.rows
+    if read.like:
+        lacking = len(read.like) - rows.count
+        sizes = [_size(loop, s) for s in (*shape[: rows.first], *read.like, *shape[rows.first + rows.count :])]
+        source = loop.add(_aten.expand.default, source, sizes)
+        rows = Rows(rows.first, rows.count + lacking)
+        shape = shape_of(source)
+    if rows.count > 1:
+        flat = [_size(loop, s) for s in rows.flat(shape, -1 if read.cut else 1)]
+        source = loop.add(_aten.reshape.default, source, flat)
+    if not read.cut:
+        found = [source] * loop.count
+    else:
+        split = loop.add(_aten.split_with_sizes.default, source, loop.sizes, rows.first)
+        found = [loop.add(operator.getitem, split, i) for i in range(loop.count)]
+    written.cuts[node, read] = found
+    return found
+
+
+def _size(loop: Loop, size: Any) -> Any:
+    """`size` as an argument of a node: a number, or a node that has it."""
+    if not symbols_of(size):
+        return int(size)
+    for node in loop.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if expression(value) == expression(size) and isinstance(value, torch.SymInt):
+            return node
+    for node in loop.graph.find_nodes(op="placeholder"):
+        if is_tensor(node):
+            for dim, own in enumerate(shape_of(node)):
+                if expression(own) == expression(size):
+                    return loop.add(_aten.sym_size.int, node, dim)
+    raise AssertionError(f"no input of the graph has size {size}")
+
+
+def _add_to_sum(written: _Written, node: Node, step: Step, env: Mapping[Node, Node], input_of: Any) -> None:
+    loop = written.loop
+    if str(node.target) != "aten.mm.default":
+        target, args, kwargs = step.build(lambda values: map_arg(values, input_of), None)
+        made = loop.add(target, *args, **kwargs)
+        known = written.sums.get(node)
+        written.sums[node] = _Sum(0, [made if known is None else loop.add(_aten.add.Tensor, known.parts[0], made)])
+        return
+    a, b = _factors(written, node, env, input_of)
+    rows, columns = shape_of(node)
+    dim = 0 if rows >= columns else 1
+    nbytes = 4 * rows * columns
+    count = _PARTS if nbytes >= _PARTS_FROM else 1
+    whole = max(rows, columns)
+    sizes = [whole // count] * (count - 1) + [whole - whole // count * (count - 1)]
+    factors = [(a, b)]
+    if count > 1:
+        cut = loop.add(_aten.split_with_sizes.default, (a, b)[dim], sizes, dim)
+        pieces = [loop.add(operator.getitem, cut, i) for i in range(count)]
+        factors = [(p, b) if dim == 0 else (a, p) for p in pieces]
+    known = written.sums.get(node)
+    parts = []
+    for i, (left, right) in enumerate(factors):
+        if left.meta["val"].dtype in _LOW:  # not on a CPU: these have such a product
+            made = loop.add(_aten.mm.dtype, left, right, torch.float32)
+            parts.append(made if known is None else loop.add(_aten.add.Tensor, known.parts[i], made))
+        elif known is None:
+            parts.append(loop.add(_aten.mm.default, left, right))
+        else:
+            parts.append(loop.add(_aten.addmm.default, known.parts[i], left, right))
+    written.sums[node] = _Sum(dim, parts)
+
+
+def _product(written: _Written, node: Node, env: Mapping[Node, Node], input_of: Any) -> Node:
+    """A product in low precision with a result in float32."""
+    a, b = _factors(written, node, env, input_of)
+    if a.meta["val"].dtype in _LOW:
+        return written.loop.add(_aten.mm.dtype, a, b, torch.float32)
+    return written.loop.add(_aten.mm.default, a, b)
+
+
+def _factors(written: _Written, node: Node, env: Mapping[Node, Node], input_of: Any) -> tuple[Node, Node]:
+    """The factors of `mm`. On a CPU, which has no product of low precision with a result in float32, in float32."""
+    a, b = node.args
+    low = node.meta["val"].dtype in _LOW
+    if not low or node.meta["val"].device.type != "cpu":
+        return input_of(a), input_of(b)
+    return _widened(written, a, env, input_of), _widened(written, b, env, input_of)
+
+
+def _widened(written: _Written, node: Any, env: Mapping[Node, Node], input_of: Any) -> Node:
+    """`node` in float32: as it was before it was rounded, if the loop has rounded it."""
+    loop = written.loop
+    moves: list[Node] = []
+    source = node
+    while source in env and str(source.target) in _MOVES:
+        moves.insert(0, source)
+        source = source.args[0]
+    if source in env and is_conversion(source) and source.args[0] in env:
+        before = env[source.args[0]]
+        if before.meta["val"].dtype == torch.float32:
+            made = {source: before}
+            for move in moves:
+                again = loop.steps[move].build(
+                    lambda v: map_arg(v, lambda n: made.get(n, n)), _tokens_of(move, env, loop)
+                )
+                made[move] = loop.add(again[0], *again[1], **again[2])
+            return made[moves[-1]] if moves else before
+    found = input_of(node)
+    whole = node not in env and found is written.stand_ins.get(node, node)
+    if whole and found in written.casts:
+        return written.casts[found]
+    made_wide = loop.add(_convert, found, torch.float32)
+    if whole:
+        written.casts[found] = made_wide
+    return made_wide
+
+
+def _tokens_of(node: Node, env: Mapping[Node, Node], loop: Loop) -> Any:
+    """The tokens of the chunk that `env` is of."""
+    rows = loop.steps[node].out
+    size = shape_of(env[node])[rows.first]  # type: ignore[union-attr]
+    return next(s for s in loop.sizes if (s.meta["val"] if isinstance(s, Node) else s) == size)
+
+
+def _joined(written: _Written, node: Node, scale: Node | None) -> Node:
+    """The value of `node` from its chunks, times `scale`, in its dtype and shape."""
+    loop, dtype = written.loop, node.meta["val"].dtype
+    step = loop.steps[node]
+    number = None
+    if step.out is None:
+        total = written.sums[node]
+        parts, dim = total.parts, total.dim
+        rows = None
+    else:
+        rows = step.out
+        parts, dim = [loop.add(_aten.cat.default, written.rows[node], rows.first)], rows.first
+    if scale is not None:
+        for part in parts:
+            part.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            part.meta[MADE_EARLY] = True
+        number = scale if not shape_of(scale) else loop.add(_aten.reshape.default, scale, [])
+    parts = [_finished(loop, part, number, dtype) for part in parts]
+    joined = parts[0] if len(parts) == 1 else loop.add(_aten.cat.default, parts, dim)
+    if rows is not None and rows.count > 1:
+        shape = shape_of(node)
+        joined = loop.add(_aten.reshape.default, joined, [_size(loop, s) for s in shape])
+    joined.meta.update({k: v for k, v in node.meta.items() if k not in ("val", "recompute", MADE_EARLY)})
+    return joined
+
+
+def _finished(loop: Loop, part: Node, scale: Node | None, dtype: torch.dtype) -> Node:
+    if scale is not None:
+        wide = part.meta["val"].dtype
+        if scale.meta["val"].dtype != wide:
+            scale = loop.add(_convert, scale, wide)
+        part = loop.add(_aten.mul.Tensor, part, scale)
+    return part if part.meta["val"].dtype == dtype else loop.add(_convert, part, dtype)
+
+
+def place_in_order(gm: GraphModule) -> None:
+    """Move each node behind its inputs: those at the end of the graph to their first readers.
+
+    Raises `ValueError` if a node needs its own result.
+    """
+    graph = gm.graph
+    placed: set[Node] = set(graph.find_nodes(op="placeholder"))
+    order: list[Node] = []
+    for node in list(graph.nodes):
+        stack, entered = [node], set[Node]()
+        while stack:
+            top = stack[-1]
+            waiting = [n for n in top.all_input_nodes if n not in placed]
+            if top in placed:
+                stack.pop()
+            elif waiting:
+                if not entered.isdisjoint(waiting):
+                    raise ValueError(top.name)
+                entered.add(top)
+                stack += reversed(waiting)
+            else:
+                stack.pop()
+                entered.discard(top)
+                placed.add(top)
+                order.append(top)
+    last = None
+    for node in order:
+        if last is not None:
+            last.append(node)
+        last = node

@@ -1,0 +1,232 @@
+"""`options["chunk"]`: the last layer and its loss in chunks of tokens give the same gradients in less memory."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import fuzz_chunk
+import pytest
+import torch
+import torch.nn.functional as F
+from profiled import most_allocated
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import aot_hooks
+from aot_hooks import errors
+from aot_hooks.passes.chunk import Chunked
+
+ATEN = {"inner": "aten"}
+WIDTH, WORDS = 16, 64
+
+
+class Model(nn.Module):
+    """A block, a last layer, and a loss."""
+
+    def __init__(self, words: int = WORDS, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+def example(count: int = 50, words: int = WORDS, width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
+    make = torch.Generator().manual_seed(1)
+    labels = torch.randint(words, (2, count // 2), generator=make)
+    labels[0, :3] = -100
+    return torch.randn(2, count // 2, width, generator=make), labels
+
+
+def model(words: int = WORDS, width: int = WIDTH) -> Model:
+    torch.manual_seed(0)
+    return Model(words, width)
+
+
+def compiled(module: Any, chunk: Any = 16, **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(module, backend="aot_hooks", options=ATEN | {"chunk": chunk} | options)
+
+
+def gradients(module: nn.Module, run: Any, *inputs: torch.Tensor, retain: bool = False) -> list[torch.Tensor]:
+    module.zero_grad()
+    loss = run(*inputs)
+    if retain:
+        loss.backward(retain_graph=True)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+
+def notes(run: Any) -> list[Chunked]:
+    return [row for plan in aot_hooks.last_plans(run) for row in plan.chunked]
+
+
+def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert float((a - b).norm()) <= tolerance * float(b.norm())
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 10), pytest.param(10, 40, marks=pytest.mark.slow)])
+def test_random_losses_are_right_in_chunks_or_left_alone_with_the_reason(first: int, count: int) -> None:
+    outcomes = [fuzz_chunk.check(fuzz_chunk.generate(seed)) for seed in range(first, first + count)]
+    assert [o for o in outcomes if o.wrong] == []
+    assert sum(o.chunked for o in outcomes) >= count // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inner", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_logits_of_one_chunk_are_alive(dtype: torch.dtype, inner: str, tmp_path: Path) -> None:
+    """On the CPU sums are made in float32, and so are gradients of logits, whose chunk counts more than its logits."""
+    count, words, chunks = 512, 4096, 8
+    module = model(words).to(dtype)
+    x, labels = example(count, words)
+    x = x.to(dtype)
+    peaks = []
+    for chunk in (False, count // chunks):
+        run = compiled(module, chunk, inner=inner)
+        gradients(module, run, x, labels)
+        module.zero_grad()
+
+        def step(run: Any = run) -> None:
+            run(x, labels).backward()
+
+        peaks.append(most_allocated(step, tmp_path))
+        module.zero_grad()
+    logits = count * words * 4
+    alive = 3 if inner == "aten" else 2  # values of the size of a chunk's logits: log_softmax, its gradient, logits
+    others = words * WIDTH * 16 + 2**20
+    assert peaks[0] >= logits * (1 if dtype == torch.float32 else 0.5)
+    assert peaks[1] <= alive * logits / chunks + others
+    assert peaks[1] <= (0.6 if inner == "aten" else 0.75) * peaks[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradients_are_at_least_as_near_to_float64(dtype: torch.dtype, reduction: str) -> None:
+    """Of the weight and of the hidden states. Float32 products of other sizes round otherwise, by some percent."""
+    x, labels = example(256)
+    head = nn.Linear(WIDTH, WORDS, bias=False).to(dtype)
+
+    def loss(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy((hidden @ weight.t()).flatten(0, -2).float(), labels.flatten(), reduction=reduction)
+
+    def found(run: Any, wide: bool = False) -> list[torch.Tensor]:
+        inputs = [t.detach().to(torch.float64 if wide else dtype).requires_grad_() for t in (head.weight, x.to(dtype))]
+        out = run(*inputs) if not wide else exact(*inputs)
+        (0.3 * (out * torch.linspace(0.5, 1.5, out.numel()).to(out.dtype).view(out.shape)).sum()).backward()
+        return [t.grad for t in inputs]
+
+    def exact(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy((hidden @ weight.t()).flatten(0, -2), labels.flatten(), reduction=reduction)
+
+    expected = found(None, wide=True)
+    mine, theirs = (
+        [fuzz_chunk.distance(a, b) for a, b in zip(found(compiled(loss, chunk)), expected, strict=True)]
+        for chunk in (32, False)
+    )
+    assert all(a <= b * (1.05 if dtype == torch.float32 else 1.0) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [aot_hooks.float8(), aot_hooks.offload(min_bytes=0), aot_hooks.budget("1MiB"), aot_hooks.KEEP],
+    ids=["float8", "offload", "budget", "keep"],
+)
+def test_hooks_pack_what_they_did_and_no_gradient(policy: Any) -> None:
+    x, labels = example()
+    module = model()
+    expected = gradients(module, module, x, labels)
+    run = compiled(module, policy=policy)
+    found = gradients(module, run, x, labels)
+    assert_close(found, expected, 0.05 if policy == aot_hooks.float8() else 1e-5)
+    assert_close(found[-1:], expected[-1:], 1e-2 if policy == aot_hooks.float8() else 1e-5)
+    assert [row.done for row in notes(run)] == [True]
+    (plan,) = aot_hooks.last_plans(run)
+    early = [d for d in plan.decisions if "the forward made" in d.reason]
+    assert len(early) == 2 and all(d.hook is aot_hooks.KEEP for d in early)  # of hidden states, and of the weight
+
+
+def test_a_second_backward_and_checkpointing() -> None:
+    x, labels = example()
+    module = model()
+    expected = gradients(module, module, x, labels, retain=True)
+    assert_close(gradients(module, compiled(module), x, labels, retain=True), expected)
+
+    def checkpointed(x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return checkpoint(module, x, labels, use_reentrant=False)
+
+    expected = gradients(module, module, x, labels)
+    assert_close(gradients(module, compiled(checkpointed), x, labels), expected)
+
+
+def test_without_gradients_the_loss_is_in_chunks_too(tmp_path: Path) -> None:
+    count, words = 512, 4096
+    module = model(words).eval()
+    x, labels = example(count, words)
+    peaks, losses = [], []
+    for chunk in (False, 64):
+        run = compiled(module, chunk)
+        with torch.no_grad():
+            losses.append(run(x, labels))
+            peaks.append(most_allocated(lambda run=run: run(x, labels), tmp_path))
+    assert torch.allclose(*losses)
+    assert peaks[1] <= 0.35 * peaks[0]
+
+
+def test_other_numbers_of_tokens_need_no_other_graph() -> None:
+    module = model()
+    torch._dynamo.reset()
+    run = torch.compile(module, backend="aot_hooks", options=ATEN | {"chunk": 16}, dynamic=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.UnusedWarning)
+        for count in (50, 62, 38, 110):
+            x, labels = example(count)
+            with torch._dynamo.config.patch(error_on_recompile=count != 50):
+                assert_close(gradients(module, run, x, labels), gradients(module, module, x, labels))
+
+
+def test_returned_logits_are_left_alone_and_the_warning_says_what_to_do() -> None:
+    module = model()
+
+    def program(x: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = module.head(module.norm(x))
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten()), logits
+
+    run = compiled(program)
+    with pytest.warns(errors.UnusedWarning, match="the program returns float32.*Return the loss alone"):
+        run(*example())[0].backward()
+
+    run = compiled(lambda x: module.head(module.norm(x)).log_softmax(-1))
+    with pytest.warns(errors.UnusedWarning, match="returns"):
+        run(example()[0]).sum().backward()
+
+
+def test_a_graph_that_is_small_is_left_alone_without_a_number() -> None:
+    module = model()
+    run = compiled(module, True, policy=aot_hooks.KEEP)
+    gradients(module, run, *example())
+    assert notes(run) == []
+
+
+def test_wrong_values_of_the_option_say_what_is_expected() -> None:
+    for wrong in (-1, "yes", 0.5):
+        with pytest.raises(Exception, match="the number of tokens that a chunk has at most") as e:
+            compiled(model(), wrong)(*example())
+        assert errors.error_behind(e.value, errors.OptionError) is not None
+
+
+def test_enable_takes_the_option() -> None:
+    module = model()
+    x, labels = example()
+    expected = gradients(module, module, x, labels)
+    torch._dynamo.reset()
+    with aot_hooks.enable(aot_hooks.KEEP, options=ATEN | {"chunk": 16}):
+        run = torch.compile(module)
+        assert_close(gradients(module, run, x, labels), expected)
+    assert [row.done for row in notes(run)] == [True]
