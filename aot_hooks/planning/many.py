@@ -110,7 +110,8 @@ class Graph:
             less = int((1 - part) * (given.peak_bytes or 0))
             given = replace(given, over=given.over + less, lenient=self.grown > 0)
             self.group.recorder.release_dropped()
-            if self.mode is Mode.ALONE and held_bytes(self.group.step) > _SMALL * self.group.peak_bytes:
+            step = self.group.step  # the peak may be below 0, after a step took far more than predicted
+            if self.mode is Mode.ALONE and step.holding and held_bytes(step) > _SMALL * self.group.peak_bytes:
                 self.mode = Mode.LEAST
             if self.mode is Mode.LEAST:
                 return self._least_rule(given)
@@ -368,6 +369,7 @@ class Group:
         if step.most < 2:
             self.accepted.append(trace)
             self.notes_parameters = self.notes_parameters and self.needs_plan
+            self.why = f"step {self.ended} has one call at a time"
             for graph in {v.graph: None for v in trace.calls if v.mode is v.graph.mode is Mode.LEAST}:
                 graph.compile_again(Mode.ALONE)  # compiled while calls held something that never had a backward
             return
