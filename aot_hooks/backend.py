@@ -256,7 +256,7 @@ def _compile_graph(
         donated: list[bool] = []
         run: dict[str, Any] = {"parameters": parameters_among(inputs), "live": live, "at_run_time": at_run_time}
         unpacked = NOTHING if repeats else left
-        run["as_if_lossy"] = repeats and not planner.plans
+        run["as_if_lossy"] = repeats and not planner.has_budget
         partition = planning_partition(hooks, options, plans, paths, donated, unpacked=unpacked, **run)
 
         def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
