@@ -300,7 +300,7 @@ def _partition(
             yield replace(one, plan=replace(one.plan, decisions=tuple(reasons)))
 
     best, least = search(step, limits, partitioned, tried)
-    if not budget.least:
+    if not budget.least and not budget.wholes:  # in a step of many calls these are judged by the whole step
         sends = on_cuda(stock.bw.graph.nodes)  # a CPU's copies free nothing
         means = [name for name in budget.allow if sends or name != "offload"]
         best, least = _or_typed(best, least, limits, candidates.ways(means, budget.max_error), typed)
