@@ -100,8 +100,8 @@ class EagerValue:
         return [saved.reading for ref in self.saves if (saved := ref()) is not None]
 
     def is_read(self) -> bool:
-        """Whether all operators that have saved it are known, if that matters."""
-        return None not in self.readings()
+        """Whether all operators that have saved it are known, if its hook rounds."""
+        return not self.hook.lossy or None not in self.readings()
 
 
 class _Local(threading.local):
@@ -123,7 +123,8 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     unused.this_thread.saved_count += 1
     find_from(x)
     held = _held_for(setting, x)
-    pack_pending()  # last: another operator may have saved the same tensor
+    # last: another operator may have saved the same tensor. It may get a name after this, and other readers
+    pack_pending(besides=held.value if isinstance(held, Saved) else held)
     return held
 
 
@@ -175,6 +176,7 @@ def unpack_eager(held: Any) -> torch.Tensor:
         return value  # type: ignore[no-any-return]
     runs = find_from_backward(value.waiting)
     if value.state is State.READY or (value.state is State.UNDECIDED and not value.may_be_output):
+        _choose_again(value)
         if value.is_read():
             _pack(value)
         elif runs:  # an operator that reads it is not known
@@ -210,11 +212,12 @@ def has_pending() -> bool:
     return bool(_local.pending)
 
 
-def pack_pending(at_end: bool = False) -> None:
+def pack_pending(at_end: bool = False, besides: EagerValue | None = None) -> None:
     """Pack the values that are known by now not to be outputs, and whose operators are known.
 
     Args:
         at_end: a context ends.
+        besides: a value that is not packed yet.
     """
     pending, _local.pending = _local.pending, []
     for ref in pending:
@@ -223,6 +226,11 @@ def pack_pending(at_end: bool = False) -> None:
             continue
         if at_end and not value.may_be_output and value.state is State.UNDECIDED:
             value.state = State.READY
+        if value is besides:
+            _local.pending.append(ref)
+            continue
+        if value.state is State.READY:
+            _choose_again(value)
         if value.state is State.READY and value.is_read():
             _pack(value)
         elif value.state in (State.READY, State.UNDECIDED):
@@ -302,6 +310,15 @@ def _choose_for(setting: Setting, row: EagerRow) -> Hook:
     return _taken(setting.choose(row), row)
 
 
+def _choose_again(value: EagerValue) -> None:
+    """Have a policy that reads names choose for `value` once more, now that the program has named it."""
+    if value.again is not None:
+        assert value.row is not None
+        setting, value.again = value.again, None
+        value.row.update_names()
+        value.hook = _choose_for(setting, value.row)
+
+
 def _taken(hook: Hook | None, row: EagerRow) -> Hook:
     """`hook`, if it takes `row`; if it leaves it, the one that stores it exactly, if there is one."""
     while hook is not None and hook.why_not(row):
@@ -342,11 +359,7 @@ def _at(value: EagerValue, hook: Hook, part: str) -> str:
 def _pack(value: EagerValue) -> None:
     tensor = value.tensor
     assert tensor is not None
-    if value.again is not None:
-        assert value.row is not None
-        setting, value.again = value.again, None
-        value.row.update_names()
-        value.hook = _choose_for(setting, value.row)
+    _choose_again(value)
     answers = KEEP
     if value.hook.lossy and value.saves:
         value.hook, answers = _taken_by_readers(value)
