@@ -94,7 +94,7 @@ def _product(x: Any, number: Any) -> Any:
     dtypes = {each.dtype for each in xs}
     if len(dtypes) != 1 or not dtypes <= SINGLES or (tensor := _on_device(number, xs[0])) is None:
         return None
-    return torch._foreach_mul(x, tensor) if isinstance(x, (list, tuple)) else x * tensor
+    return torch_cuda.foreach_mul(x, tensor) if isinstance(x, (list, tuple)) else x * tensor
 
 
 def _weighted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,7 +187,9 @@ def _fused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         and not isinstance(rate, torch.Tensor)
         and kwargs.get("found_inf") is None  # such a step may be skipped by the kernel
     ):
-        called(torch._foreach_mul_, (args[0], 1 - rate * decay), {})
+        if args[0][0].dtype not in SINGLES or (factor := _on_device(1 - rate * decay, args[0][0])) is None:
+            return NotImplemented
+        torch_cuda.foreach_mul_(args[0], factor)
         return called(func, args, {**kwargs, "weight_decay": 0.0})
     if not is_traced(rate):
         return NotImplemented
