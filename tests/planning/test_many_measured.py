@@ -141,7 +141,7 @@ def test_freed_memory_is_seen_in_tensors_of_any_kind():
     assert parameters._is_freed(freed) and not parameters._is_freed(whole) and not parameters._is_freed(torch.ones(0))
     assert not parameters._is_freed(torch.eye(3).to_sparse())
     two = TwoTensor(whole, freed)
-    assert [parameters._is_freed(part) for part in parameters._plain(two)] == [False, True]
+    assert [parameters._is_freed(part) for part in parameters.plain_parts(two)] == [False, True]
 
 
 def test_what_a_tensor_consists_of_beside_tensors_is_left_out():
@@ -153,7 +153,7 @@ def test_what_a_tensor_consists_of_beside_tensors_is_left_out():
         def __tensor_flatten__(self):
             return ["local", "mesh"], None
 
-    assert [*parameters._plain(Meshed())] == [Meshed.local]
+    assert [*parameters.plain_parts(Meshed())] == [Meshed.local]
 
 
 def step_of(*read: nn.Parameter) -> Step:
