@@ -303,7 +303,9 @@ def _partition(
     if not budget.least and not budget.wholes:  # in a step of many calls these are judged by the whole step
         sends = on_cuda(stock.bw.graph.nodes)  # a CPU's copies free nothing
         means = [name for name in budget.allow if sends or name != "offload"]
-        best, least = _or_typed(best, least, limits, candidates.ways(means, budget.max_error), typed)
+        # What a hook rounds, a typed way rounds everywhere: none where a check has found tensors that bear no rounding.
+        max_error = budget.max_error if stock.unpacked == NOTHING else 0.0
+        best, least = _or_typed(best, least, limits, candidates.ways(means, max_error), typed)
     if best is None and peak is not None and least.fits(replace(limits, peak=peak)):
         best = least  # nothing is tighter; the next steps are measured again
     if best is None:

@@ -424,7 +424,7 @@ def test_other_backends_are_left_alone() -> None:
 def test_mode_options_and_fullgraph_of_the_function_count(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
 
-    def compile_with_hooks(gm: Any, inputs: Any, patches: dict[str, Any], compiling: Any, capture: Any = None) -> Any:
+    def compile_with_hooks(gm: Any, inputs: Any, patches: dict[str, Any], *_: Any) -> Any:
         seen.append(patches)
         return compile_graph(gm, inputs, patches["custom_partitioner_fn"])
 

@@ -495,7 +495,7 @@ def test_run_trains_a_script_with_a_policy(tmp_path: Path, capsys: Any, caplog: 
     assert "no such script" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["run", str(path)])
-    assert "--hook --policy --budget is required" in capsys.readouterr().err
+    assert "--hook --policy --budget --total is required" in capsys.readouterr().err
 
 
 GPU = """

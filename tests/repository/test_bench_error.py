@@ -37,7 +37,7 @@ def test_smallest_run(tmp_path, capsys):
         together = sum(e**2 for e in result["alone"]["normal"].values()) ** 0.5
         assert together == pytest.approx(result["errors"]["normal"][0], rel=0.35)
     assert set(int8["alone"]["normal"]) == {
-        "norm output", "value", "attention output", "w1 output", "w3 output", "silu(w1) * w3",
+        "norm output", "value", "attention output", "residual", "w1 output", "w3 output", "silu(w1) * w3",
     }  # fmt: skip
     printed = capsys.readouterr().out
     assert f"{int8['errors']['normal'][0]:.4f}" in printed
