@@ -219,7 +219,7 @@ def _partition(
     joint: GraphModule,
     split: Callable[[], Graphs],
     without_hooks: Callable[[], tuple[tuple[LivePoint, ...], float]],
-    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace], Plan],
+    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace | None], Plan],
     setting: Setting,
     budget: Budget,
 ) -> _Planned:
@@ -255,13 +255,18 @@ def _partition(
 
     def tried(graphs: Graphs, chosen: Solution, own: Step, solution: Solution) -> Tried:
         """A copy of `graphs` with the hooks of `solution`, and its plan with live bytes and times."""
-        return hooked(graphs, _policy(solution, own, again), chosen, own, solution)
+        return hooked(graphs, _policy(solution, own, again), chosen, own, solution, stock.trace)
 
-    def hooked(graphs: Graphs, chooses: Any, chosen: Solution, own: Step, solution: Solution) -> Tried:
-        """A copy of `graphs` with the hooks that the policy or hook `chooses` asks for, and its plan."""
+    def hooked(
+        graphs: Graphs, chooses: Any, chosen: Solution, own: Step, solution: Solution, trace: Trace | None
+    ) -> Tried:
+        """A copy of `graphs` with the hooks that the policy or hook `chooses` asks for, and its plan.
+
+        `trace`: None for what a user can type, which is rewritten as it is without a budget.
+        """
         found = replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
         saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary.tensors}
-        plan = rewrite(found.fw, found.bw, Setting(chooses, setting.scope), stock.trace)
+        plan = rewrite(found.fw, found.bw, Setting(chooses, setting.scope), trace)
         if on_device:
             unpack_early(found.bw)
             split_kernels(found.bw)
@@ -293,7 +298,7 @@ def _partition(
                 multiply_early(graphs.bw)
             own = replace(step_of(graphs, setting.scope, hooks_only, budget.max_error)[0], moments=moments)
         for way in candidates.promising(own, found, peak, most_ms):
-            one = hooked(graphs, way.rule, nothing(step), own, nothing(own))
+            one = hooked(graphs, way.rule, nothing(step), own, nothing(own), None)
             reasons = (
                 d if d.hook is KEEP else replace(d, reason=f"budget: {way}; {d.reason}") for d in one.plan.decisions
             )
@@ -303,9 +308,7 @@ def _partition(
     if not budget.least and not budget.wholes:  # in a step of many calls these are judged by the whole step
         sends = on_cuda(stock.bw.graph.nodes)  # a CPU's copies free nothing
         means = [name for name in budget.allow if sends or name != "offload"]
-        # What a hook rounds, a typed way rounds everywhere: none where a check has found tensors that bear no rounding.
-        max_error = budget.max_error if stock.unpacked == NOTHING else 0.0
-        best, least = _or_typed(best, least, limits, candidates.ways(means, max_error), typed)
+        best, least = _or_typed(best, least, limits, candidates.ways(means, budget.max_error), typed)
     if best is None and peak is not None and least.fits(replace(limits, peak=peak)):
         best = least  # nothing is tighter; the next steps are measured again
     if best is None:
@@ -391,19 +394,20 @@ def _computing_again(
 def _around(
     around: Callable[[Hook], Hook],
     found: Tried,
-    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace], Plan],
+    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace | None], Plan],
     setting: Setting,
 ) -> Tried:
     """`found` with graphs that use `around(hook)` in place of each lossy hook."""
     bare = found.without_hooks
     graphs = replace(bare, fw=aot.copied(bare.fw), bw=aot.copied(bare.bw))
     chooses = found.chooses
+    trace = None if isinstance(chooses, Hook) else bare.trace
     if isinstance(chooses, Hook):  # a candidate
         chooses = around(chooses) if chooses.lossy else chooses
     elif isinstance(chooses, _Chosen):
         hooks = {name: around(hook) if hook.lossy else hook for name, hook in chooses.hooks.items()}
         chooses = _Chosen(hooks, chooses.reasons)
-    rewrite(graphs.fw, graphs.bw, Setting(chooses, setting.scope), bare.trace)
+    rewrite(graphs.fw, graphs.bw, Setting(chooses, setting.scope), trace)
     return replace(found, graphs=graphs)
 
 
