@@ -37,9 +37,9 @@ def test_a_budget_is_not_beaten_by_a_way_that_is_typed(seed):
 @pytest.mark.parametrize(
     ("device", "first", "last"),
     [
-        ("cpu", 0, 10),
+        ("cpu", 0, 6),
         pytest.param(
-            "cuda", 0, 10, marks=pytest.mark.skipif(torch.version.cuda is not None, reason="it asks the driver")
+            "cuda", 0, 6, marks=pytest.mark.skipif(torch.version.cuda is not None, reason="it asks the driver")
         ),
     ],
 )
