@@ -37,7 +37,7 @@ def test_a_budget_is_not_beaten_by_a_way_that_is_typed(seed):
 @pytest.mark.parametrize(
     ("device", "first", "last"),
     [
-        ("cpu", 0, 6),
+        ("cpu", 3, 8),  # 7: a hook packs a part of a storage of queries, keys and values
         pytest.param(
             "cuda", 0, 6, marks=pytest.mark.skipif(torch.version.cuda is not None, reason="it asks the driver")
         ),
@@ -101,5 +101,10 @@ def test_only_ways_that_may_be_better_are_tried():
         return [way.name for way in candidates.promising(step, found, peak, most_ms)]
 
     assert tried(150, 30) == ["float8()", "int4()"]
-    assert tried(145, 30) == ["int4()"] and tried(120, 30) == []
+    assert tried(142, 30) == ["int4()"] and tried(115, 30) == []
     assert tried(150, 22) == ["float8()"] and tried(150, 21) == []
+    # a hook may pack a part of what has no option as a whole
+    partly = Step((100, 200, 200, 100), (Value(("a",), 100, gone=1, first=3, segment=0, last=3),), (5.0,) * 4, 2)
+    assert [way.name for way in candidates.promising(partly, found, 100, 30)] == ["float8()", "int4()"]
+    kept = [candidates.Way("", "lossless()", None)]
+    assert not [*candidates.promising(partly, kept, 150, 30)]
