@@ -239,7 +239,8 @@ def _callback_for(callback: Any) -> Any:
     known = _exchanged.get(callback)
     wrapper, by_key = known or _exchanged.set(callback, (dynamo_backends.inductor_wrapper_of(callback), {}))
     if wrapper is None:
-        enabled.other_backends.add(dynamo_backends.backend_name(callback))
+        if not enabled.other_backends:  # one name is enough for the message, and this is in each call
+            enabled.other_backends.add(dynamo_backends.backend_name(callback))
         return callback
     enabled.is_called, _caller.wrapper = True, weakref.ref(wrapper)
     if enabled.pair is not None and enabled.setting is not None:
@@ -298,15 +299,16 @@ class _Backend(dynamo_backends.InPlaceOf):
         graph = Graph([plan for plan in plans_of(self.wrapper) if not any(plan is other for other in before)])
 
         def run(*args: Any) -> Any:
-            for innermost in _open[-1:]:
-                innermost.is_used = True
-                innermost._run_counts[graph] += 1
+            enabled = _open[-1] if _open else None
+            if enabled is not None:
+                enabled.is_used = True
+                enabled._run_counts[graph] += 1
             caller = _caller.wrapper() if hasattr(_caller, "wrapper") else None
             if caller is not None and caller is not self.wrapper:
                 _lend(graph, caller)
             outputs = compiled(*args)
-            for innermost in _open[-1:]:
-                innermost._summary.ran(graph, outputs)
+            if enabled is not None:
+                enabled._summary.ran(graph, outputs)
             return outputs
 
         return run

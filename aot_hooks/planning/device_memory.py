@@ -10,10 +10,8 @@ on meta tensors: no memory is taken, and no parameter changes.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,11 +19,11 @@ from typing import Any
 
 import torch
 
+from ..errors import BudgetWarning, warn_user
 from ..settings.byte_sizes import size_text
 from ..steps.parameters import plain_parts
 from ..torch_private import values as torch_values
 
-log = logging.getLogger("aot_hooks")
 _WITHOUT_FUSION = {"foreach": False, "fused": False, "capturable": False}  # these have no implementation on meta
 
 
@@ -100,19 +98,31 @@ def _optimizers() -> Iterator[torch.optim.Optimizer]:
 def _state_bytes(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> int:
     """The bytes of the state that `optimizer` makes for the parameters of `groups`."""
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim") or kind is torch.optim.LBFGS:
-        log.info("aot_hooks: a budget counts no state of %s, which is not known before its first step", kind.__name__)
-        return 0
+    if not f"{kind.__module__}.".startswith("torch.optim.") or kind is torch.optim.LBFGS:
+        return _unknown(kind.__name__)
     # without the hooks of the program's, and without a scheduler's replacement of the method
     step = getattr(kind.step, "__wrapped__", kind.step)
     nbytes = 0
     for group in groups:
         twin = copy.copy(optimizer)
         twin.state, twin.param_groups = defaultdict(dict), [_on_meta(group)]
-        with contextlib.suppress(RuntimeError):  # Adafactor reads a norm, which has no value; its state is made by then
+        try:
             step(twin)
+        except RuntimeError:  # Adafactor reads a norm, which has no value on meta; its state is made by then
+            if not all(twin.state.get(p) for p in twin.param_groups[0]["params"]):
+                return _unknown(kind.__name__)
         nbytes += sum(map(_tensor_bytes, twin.state.values()))
     return nbytes
+
+
+def _unknown(name: str) -> int:
+    """Warns that the state of an optimizer counts nothing, as nobody knows it before the first step."""
+    warn_user(
+        f"aot_hooks: a budget of all that a device holds counts no state of {name} before its first step makes it, "
+        "because only optimizers of torch are known. Lower the total by that state, or give the peak of a step",
+        BudgetWarning,
+    )
+    return 0
 
 
 def _tensor_bytes(state: dict[str, Any]) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import aot_hooks
-from aot_hooks.errors import BudgetError, OptionError, unwrapped
+from aot_hooks.errors import BudgetError, BudgetWarning, OptionError, unwrapped
 from aot_hooks.planning import within
 from aot_hooks.planning.budget import ALLOWED, fitted, mib
 from aot_hooks.planning.device_memory import outside_of_step
@@ -432,6 +432,23 @@ def test_the_state_of_an_optimizer_is_known_before_its_first_step(name):
     scheduler.step()
     assert sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim()) - made == expected
     assert states() == others and calls == [1]
+
+
+def test_an_optimizer_whose_state_is_not_known_is_said():
+    class Own(torch.optim.SGD):
+        pass
+
+    class Fails(torch.optim.Optimizer):
+        def step(self, closure=None):
+            raise RuntimeError("no value on meta")
+
+    Fails.__module__ = "torch.optim.fails"
+    net = torch.nn.Linear(3, 3)
+    for optimizer in (Own(net.parameters(), lr=0.1), torch.optim.LBFGS(net.parameters()), Fails(net.parameters(), {})):
+        name = type(optimizer).__name__
+        with pytest.warns(BudgetWarning, match=f"counts no state of {name} before"):
+            outside_of_step(torch.device("cpu"), [])
+        optimizer.param_groups.clear()
 
 
 def test_peak_and_total_are_one_or_the_other():
