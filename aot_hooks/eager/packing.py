@@ -14,9 +14,9 @@ It is packed at the next save or at the end of the context, where an error can b
 one operator saves it twice, or if it is saved again before it is packed. A later save packs it again: a write through
 `x.data`, or a changed value of the hook, would not be noticed.
 
-A hook that rounds packs a tensor only if all operators that have saved it bear that, as in a graph. Which they are is
-found a little later, see readers.py; until then the tensor waits. Operators that only compare its numbers get the
-answers, in bits beside the rounded numbers.
+A hook that rounds follows the table of reads, as in a graph. It packs a tensor only if the backward of every operator
+that saved it may read rounded numbers. These operators are found a little later, see readers.py. The tensor stays
+unpacked until then. An operator that only compares numbers gets the outcomes, as bits beside the rounded numbers.
 
 Saved values are checked for in-place changes, as autograd does without hooks. The user's functions could write past
 autograd's versions, so small arguments of theirs are also compared by their bytes.
@@ -327,7 +327,10 @@ def _taken(hook: Hook | None, row: EagerRow) -> Hook:
 
 
 def _taken_by_readers(value: EagerValue) -> tuple[Hook, Hook]:
-    """The hook for `value`, whose own rounds, by what its readers bear; and that for answers beside it, or `KEEP`."""
+    """The hook for `value`, and the hook for outcomes of comparisons beside it, `KEEP` if there are none.
+
+    The hook that was chosen for `value` rounds. It is returned only if no operator that reads the value forbids that.
+    """
     assert value.row is not None
     readings = [reading for reading in value.readings() if reading is not None]
     tests = tuple(sorted({test for reading in readings for test in reading.tests or ()}))

@@ -106,7 +106,7 @@ def fake_of(held: Any) -> torch.Tensor | None:
 
 
 def find_from(x: torch.Tensor) -> None:
-    """Find the operators that wait among those that made `x`, which is being saved."""
+    """Search the operators that `x` was computed by for waiting ones. `x` is the tensor that is saved now."""
     waiting = _local.waiting
     if waiting.operators and x.grad_fn is not None:
         _find(waiting, x.grad_fn, incomplete=_running_operator())

@@ -1,4 +1,6 @@
-"""Values that no hook may round, saved as what the backward computes from them, where a hook may round that.
+"""Saves a result, such as a sum, in place of the values that the backward computes it from.
+
+The values must not be rounded, and a hook may round the result:
 
       forward                        backward, before             backward, after
         y = mm(h, w)                   s = add(x, y)                (s is an input)

@@ -1,1 +1,4 @@
-"""Steps: one recorder of what runs and what is saved meanwhile, one plan of a step, and what follows a plan."""
+"""Training steps.
+
+recorder.py notes which calls run and hold saved tensors, plan.py plans copies for them, follow.py runs the plan.
+"""

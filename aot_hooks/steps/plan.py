@@ -34,7 +34,8 @@ class Terms(NamedTuple):
     to_device: float
     ends_graph: float = True  # no other operator of its graph comes after this one
     is_symbolic: float = False  # the bytes of its tensors differ from call to call
-    # A budget counts on what is sent: what has no plan is sent, too, and no plan is tried that sends less.
+    # The sender is a budget, which relies on the bytes that leave the device. So every operator sends all its tensors
+    # until a plan exists, and no plan is tried that sends less.
     for_budget: float = False
 
 

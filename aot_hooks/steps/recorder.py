@@ -62,7 +62,7 @@ class Trace:
     Attributes:
         calls: what ran in each call: a version of a graph, or an operator's `Sends`.
         events: in the order in which they came.
-        dropped: calls that released what they held without a backward, each with the number of events before that.
+        dropped: (call, number of events before) for each call whose saved tensors were released without a backward.
     """
 
     calls: tuple[Any, ...]

@@ -175,7 +175,7 @@ def copied(gm: GraphModule, *, lazily: bool = True) -> GraphModule:
 def edited_copy(gm: GraphModule) -> GraphModule:
     """`gm` with a graph of its own, to edit it; fake values, and the code that takes its arguments, are shared.
 
-    `copied` copies that code, too, of which a joint graph has some that torch warns about (2.13); 2.11 to 2.15.
+    `copied` copies the code as well. Torch 2.13 warns when the code of a joint graph is copied; read in 2.11 to 2.15.
     """
     graph = torch.fx.Graph()
     nodes: dict[Node, Node] = {}
