@@ -121,7 +121,8 @@ def budget(
             plan with the lowest peak within that time is taken; math.inf asks for the lowest at any price.
         allow: the means that may be used; also the `float8_training(...)` of integrations.torchao.
         max_error: relative error of the gradient, estimated from values' errors and bytes; 0 for exact means only. A
-            single value may be off by four times as much.
+            single value may be off by four times as much. A hook for all values, as a user types it, is a candidate if
+            its own error is at most `max_error`.
 
     Raises:
         OptionError: a wrong argument.

@@ -30,6 +30,7 @@ from .inputs import Inputs, arguments_of
 from .numbers import Numbers, Place, Traced
 from .outputs import ChangesValue, Outputs, is_storable
 from .randomness import HostRandom
+from .users_code import asks_for_types
 from .watch import OperatorWatch
 
 PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
@@ -246,7 +247,8 @@ def record(
     random_numbers, schedulers = HostRandom(host.objects()), host.of_schedulers()
     # Under a dispatch mode Dynamo gives compiled code up, and a function mode makes it compile anew.
     is_watched = not host.compiled and not calls_compiled
-    numbers = Numbers(places_of(host, number_paths, in_optimizers_only=not is_watched), device)
+    in_optimizers_only = bool(number_paths) and (not is_watched or asks_for_types(host.objects()))
+    numbers = Numbers(places_of(host, number_paths, in_optimizers_only=in_optimizers_only), device)
     outputs = Outputs(host.outputs)
     owner, graph = Owner(), None
     gradients = Gradients(parameters_of(host), last_gradients, reads=reads_gradients)
@@ -337,7 +339,7 @@ def _restore_numbers(numbers: Sequence[tuple[torch.Tensor, int, torch.Tensor]]) 
 
 
 def places_of(host: HostState, paths: Collection[str], *, in_optimizers_only: bool) -> dict[str, Place]:
-    """Where the numbers at `paths` are kept: of optimizers alone, if code is called that Dynamo compiles."""
+    """Where the numbers at `paths` are kept. `in_optimizers_only`: other numbers must be the same in each replay."""
     groups = tuple(f"{path}.param_groups" for path in host.optimizers)
     return {
         path: host.places[path]

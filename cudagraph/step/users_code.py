@@ -8,6 +8,7 @@ import os
 import sys
 import sysconfig
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,6 +38,20 @@ def globals_in(code: types.CodeType) -> tuple[str, ...]:
     named = {each.argval for each in dis.get_instructions(code) if each.opname.endswith(("_GLOBAL", "_NAME"))}
     inner = (globals_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return tuple(sorted(named.union(*inner)))
+
+
+def asks_for_types(objects: Iterable[Any]) -> bool:
+    """Whether code of the user's names `type`: a function among `objects`, or a method of one's class.
+
+    A traced number is no `float` for `type(number) is float`, and nothing else could notice that.
+    """
+    codes = [x for x in objects if isinstance(x, types.CodeType)]
+    classes = {cls for x in objects for cls in type(x).__mro__ if is_users_class(cls)}
+    for value in (value for cls in classes for value in vars(cls).values()):
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        if isinstance(code := getattr(function, "__code__", None), types.CodeType):
+            codes.append(code)
+    return any(is_users(code.co_filename) and "type" in globals_in(code) for code in codes)
 
 
 def is_users_class(cls: type) -> bool:

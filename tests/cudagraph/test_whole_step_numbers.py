@@ -37,6 +37,7 @@ COMPUTED = {
     "float()": lambda x, k: x * float(k),
     "text": lambda x, k: x * len(f"{k:.3f}"),
     "a tensor of it": lambda x, k: x * torch.tensor(k, device=x.device),
+    "its type": lambda x, k: x * (k if type(k) is float else 7.0),
     "a size": lambda x, k: x[: int(k * 2)].sum() * x,
     "min": lambda x, k: x * min(k, 0.3),
     "a branch": lambda x, k: x * 2 if k > 0.3 else x + k,
@@ -48,6 +49,7 @@ SETTLED = {
     "float()",
     "text",
     "a tensor of it",
+    "its type",
     "a size",
     "a summand of bfloat16",
 }
@@ -57,6 +59,26 @@ VALUES = (0.5, 0.7, 0.3, 0.1, 0.3, 0.7, 0.1, 0.9)
 class Config:
     def __init__(self) -> None:
         self.k = 0.5
+
+
+class AsksForItsType(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = 0.5
+
+    @property
+    def factor(self):
+        return self.k if type(self.k) is float else 7.0
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_a_module_that_asks_for_the_type_of_a_number_gets_the_number(device):
+    module, x = AsksForItsType(), torch.linspace(-2, 2, 6, device=device)
+    step = cudagraph.whole_step(lambda x: module(x))
+    for module.k in VALUES:
+        assert torch.equal(step(x), x * module.k)
 
 
 @pytest.mark.parametrize("name", COMPUTED)
