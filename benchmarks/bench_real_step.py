@@ -55,10 +55,16 @@ def make_model(setting: Setting) -> Any:
     torch.manual_seed(0)
     heads = max(setting.width // 128, 4)
     config = transformers.LlamaConfig(
-        vocab_size=setting.vocabulary, hidden_size=setting.width, intermediate_size=7 * setting.width // 2,
-        num_hidden_layers=setting.layers, num_attention_heads=heads, num_key_value_heads=max(heads // 4, 1),
-        max_position_embeddings=setting.tokens, use_cache=False, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=setting.vocabulary,
+        hidden_size=setting.width,
+        intermediate_size=7 * setting.width // 2,
+        num_hidden_layers=setting.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 4, 1),
+        max_position_embeddings=setting.tokens,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
     with torch.device(setting.device):
         return transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
 

@@ -35,8 +35,18 @@ from .numbers import Place, Traced
 from .users_code import globals_in, is_users, is_users_class
 
 PLAIN = (
-    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 MISSING = object()
 SET_BY_THE_STEP = "what the step stores there"
 ALL = "[:]"  # of a list, in paths

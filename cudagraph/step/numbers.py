@@ -167,12 +167,24 @@ def _settled(op: Callable[..., Any]) -> Callable[..., Any]:
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 OF_ONE: dict[str, Callable[..., Any]] = {
-    "neg": operator.neg, "pos": operator.pos, "abs": abs, "round": round, "floor": math.floor, "ceil": math.ceil,
-    "trunc": math.trunc, "bool": bool,
-}  # fmt: skip
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "abs": abs,
+    "round": round,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+    "bool": bool,
+}
 CONVERSIONS: dict[str, Callable[..., Any]] = {
-    "float": float, "int": int, "index": operator.index, "hash": hash, "repr": repr, "str": str, "format": format,
-}  # fmt: skip
+    "float": float,
+    "int": int,
+    "index": operator.index,
+    "hash": hash,
+    "repr": repr,
+    "str": str,
+    "format": format,
+}
 for _cls in (Traced, _TracedFloat, _TracedInt):  # torch's own classes define these methods, too
     for _name in ARITHMETIC:
         setattr(_cls, f"__{_name}__", _binary(getattr(operator, _name)))

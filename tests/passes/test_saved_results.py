@@ -39,12 +39,12 @@ SAVED: dict[str, tuple[Program, set[str]]] = {  # each with the operators of wha
     "a difference": (lambda x, v, w: F.gelu(x @ v - x) @ w, {"aten.sub.Tensor"}),
     "a sum of a sum": (lambda x, v, w: rms_norm((x + x @ v) + x.sin()) @ w, {"aten.add.Tensor"}),
     "two results of two values": (two_results, {"aten.add.Tensor", "aten.sub.Tensor"}),
-}  # fmt: skip
+}
 NOT_SAVED: dict[str, Program] = {
     "the value is read exactly as well": lambda x, v, w: (lambda h: F.gelu(x + h) @ w + (h * h).log().sum())(x @ v),
     "the result is larger": lambda x, v, w: F.gelu((x @ v)[None] + torch.ones(4, 1, 1)).sum(0) @ w,
     "nothing reads it exactly": lambda x, v, w: F.gelu(x @ v) @ w,
-}  # fmt: skip
+}
 
 
 def arguments() -> list[Tensor]:

@@ -40,15 +40,20 @@ def whole(graphs: str, sizes: dict[str, Bytes], peak: int = 1 << 40) -> Whole:
     return found
 
 
+def random_whole(seed: int) -> tuple[Whole, str, dict[str, Bytes]]:
+    """A step of 11 calls of two graphs, which calls they are, and the bytes of each graph's call."""
+    chosen = random.Random(seed)
+    graphs = "".join(chosen.choice("aab") for _ in range(10)) + "a"
+    sizes = {g: Bytes(*(chosen.randrange(1, 100) for _ in range(3))) for g in "ab"}
+    return whole(graphs, sizes), graphs, sizes
+
+
 # --- the simulated step -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_without_copies_a_step_takes_what_its_instants_say(seed: int) -> None:
-    chosen = random.Random(seed)
-    graphs = "".join(chosen.choice("aab") for _ in range(10)) + "a"
-    sizes = {g: Bytes(*(chosen.randrange(1, 100) for _ in range(3))) for g in "ab"}
-    own = whole(graphs, sizes)
+    own, graphs, sizes = random_whole(seed)
     items = (sizes["a"].held // 2, sizes["a"].held // 3)
     found = predicted(own, Call(sizes["a"], items, 2.0, 3.0), 1e9, 0.0, None)
     assert found.peak == max(instant.nbytes(sizes.__getitem__) for instant in instants_of(graphs))
@@ -76,10 +81,7 @@ def test_copies_share_the_link_with_those_of_other_graphs() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_calls_that_count_alike_stay_under_the_peak_of_those_that_do_not(seed: int) -> None:
-    chosen = random.Random(seed)
-    graphs = "".join(chosen.choice("aab") for _ in range(10)) + "a"
-    sizes = {g: Bytes(*(chosen.randrange(1, 100) for _ in range(3))) for g in "ab"}
-    own = whole(graphs, sizes)
+    own, graphs, sizes = random_whole(seed)
     call = Call(sizes["a"], (sizes["a"].held,), 2.0, 3.0)
     peak = max(predicted(own, call, 1e9, math.inf, FAST).peak, 150)
     alike = {**sizes, "a": sizes["a"]._replace(held=held_on_average(own, sizes["a"], peak))}

@@ -31,10 +31,30 @@ EPS = {torch.float32: 8e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 HEADS = ("plain", "plain", "bias", "tied", "lora", "frozen", "matmul")
 BETWEEN = ("float", "float", "none", "softcap", "scale", "padded", "temperature")
 LOSSES = (
-    "mean", "mean", "sum", "none", "masked", "smoothed", "weighted", "z_loss", "by_hand", "gathered", "preference",
-    "distilled", "teacher_layer", "soft_targets", "focal", "entropy", "shifted", "shifted_logits", "perplexity",
-    "global", "returned", "accuracy", "two",
-)  # fmt: skip
+    "mean",
+    "mean",
+    "sum",
+    "none",
+    "masked",
+    "smoothed",
+    "weighted",
+    "z_loss",
+    "by_hand",
+    "gathered",
+    "preference",
+    "distilled",
+    "teacher_layer",
+    "soft_targets",
+    "focal",
+    "entropy",
+    "shifted",
+    "shifted_logits",
+    "perplexity",
+    "global",
+    "returned",
+    "accuracy",
+    "two",
+)
 
 
 @dataclass(frozen=True)
