@@ -11,7 +11,6 @@ import gc
 import importlib.metadata
 import json
 import logging
-import math
 import pathlib
 import pkgutil
 import platform
@@ -30,10 +29,11 @@ from cudagraph.torch_private import symbols
 
 from ._version import __version__
 from .cache import notes
-from .errors import AotHooksError, OptionError, is_library_file, unwrapped
+from .errors import AotHooksError, OptionError, error_behind, is_library_file, unwrapped
 from .passes.plan import Plan
 from .planning.budget import ALLOWED, budget
 from .report import script
+from .report.expressions import evaluated
 from .report.frontier import frontier_of, on_gpu
 from .report.plot import check_can_plot, plot_report
 from .report.script import Recorded, ScriptError, run_as_program, run_script
@@ -130,7 +130,12 @@ def train(options: argparse.Namespace) -> None:
     logging.getLogger("aot_hooks").setLevel(logging.INFO)  # one line after the first step, one at the end
     settings = {"scope": options.scope, "options": {"inner": options.inner}, "check": options.check}
     with aot_hooks.enable(_policy(options), **settings):
-        run_as_program(options.script, options.arguments)
+        try:
+            run_as_program(options.script, options.arguments)
+        except Exception as e:
+            if (ours := error_behind(e, AotHooksError)) is None:
+                raise
+            raise ours from e  # `main` prints its message alone
 
 
 def print_frontier(options: argparse.Namespace) -> None:
@@ -187,24 +192,12 @@ def _policy(options: argparse.Namespace) -> Any:
         name, with_arguments, _ = options.hook.partition("(")
         if name not in _HOOKS:
             raise OptionError(f"--hook: aot_hooks has no hook {name!r}; it has {', '.join(_HOOKS)}")
-        return _evaluated("--hook", options.hook if with_arguments else f"{name}()")
+        return evaluated("--hook", options.hook if with_arguments else f"{name}()")
     if options.budget is not None or options.total is not None:
         return budget(options.budget, total=options.total, **_of_budget(options))
     for name in _of_budget(options):
         raise OptionError(f"--{name.replace('_', '-')} is for --budget and --total")
-    return None if options.policy is None else _evaluated("--policy", options.policy)
-
-
-def _evaluated(option: str, expression: str) -> Any:
-    dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    names = {**dtypes, **vars(aot_hooks.policies), **vars(aot_hooks), "torch": torch, "math": math}
-    try:
-        return eval(expression, names)
-    except Exception as e:
-        raise OptionError(
-            f"{option} {expression!r}: {type(e).__name__}: {e}; expected an expression such as "
-            "'float8(scaling=\"blockwise\")' or 'cast(bfloat16)' in the names of aot_hooks and torch"
-        ) from e
+    return None if options.policy is None else evaluated("--policy", options.policy)
 
 
 def _heading(script: str, recorded: Recorded) -> str:

@@ -140,8 +140,7 @@ def compile_for(
         return _compile_graph(gm, inputs, mode, parsed, wrapper, enabled)
     except AotHooksError as e:
         # wrapped here, so that our message stands first
-        failure = dynamo.backend_failure(backend, e, inspect.currentframe())
-        raise failure.with_traceback(e.__traceback__) from None
+        raise dynamo.backend_failure(backend, e, inspect.currentframe()) from None
 
 
 def with_options(options: Mapping[str, Any] | None) -> Callable[..., Any]:

@@ -172,8 +172,8 @@ class Enabled:
 
     @property
     def is_nothing_called(self) -> bool:
-        """Whether no compiled function was called while it was the innermost."""
-        return not self.is_called and not self.other_backends
+        """Whether no compiled function was called, and no other `enable` inside of it has taken the calls."""
+        return not self.is_called and not self.other_backends and not self.inner
 
     @property
     def why_unused(self) -> str:
@@ -189,7 +189,7 @@ class Enabled:
         if not self.is_called:
             return (
                 "No compiled function was called: compile the model (torch.compile, or the trainer's own switch, "
-                "without another backend) and call it inside"
+                "without another backend) and call it inside, in this process"
             )
         left = dynamo.left_to_python()
         new = [text for text, count in left.items() if count != self._left_before.get(text)]

@@ -146,4 +146,6 @@ def _in_words(counts: Counter[Graph]) -> str:
     text += f" and {size_text(on_host)} in host memory" if on_host else ""
     if torch.cuda.is_initialized():
         text += f", peak of the process {size_text(torch.cuda.max_memory_allocated())}"
+    elif runs and not torch.cuda.is_available():
+        text += ", on a CPU, where hooks cost time and free nothing that is scarce"
     return text

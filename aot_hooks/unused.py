@@ -47,6 +47,7 @@ class _Use:
         kept: decisions that left a tensor, while none packed one.
         packs: a decision packed a tensor.
         checkpoints: a graph has parts that `torch.utils.checkpoint` computes again.
+        sends: a graph sends tensors to the host, as one may want beside checkpoints.
     """
 
     setting: Setting
@@ -55,6 +56,7 @@ class _Use:
     kept: list[Decision] = field(default_factory=list)
     packs: bool = False
     checkpoints: bool = False
+    sends: bool = False
 
     def add(self, decision: Decision) -> None:
         if decision.hook is not KEEP:
@@ -72,6 +74,11 @@ class _Use:
         # a budget that is met without hooks has done its work
         budget = getattr(self.setting.rule, "decides_for_graph", False)
         return bool(self.kept) and self.setting.rule != KEEP and not budget
+
+    @property
+    def only_beside_checkpoints(self) -> bool:
+        """Whether checkpoints of the user's leave it little to do."""
+        return self.checkpoints and not self.sends and self.setting.rule != KEEP
 
 
 _uses: dict[str, _Use] = {}  # by the setting's text
@@ -96,7 +103,8 @@ def forget() -> None:
 def compiled(settings: Iterable[Setting], plans: Sequence[Plan], *, checkpoints: bool = False) -> list[Setting]:
     """Note the plans of a graph that was compiled under `settings`; `checkpoints`: it computes parts of it again.
 
-    Returns the settings that have packed nothing so far, or have a key that has matched nothing.
+    Returns the settings that have packed nothing so far, that checkpoints leave little to, or that have a key that has
+    matched nothing.
     """
     decisions = [d for plan in plans for d in plan.decisions]
     suspects = []
@@ -105,10 +113,11 @@ def compiled(settings: Iterable[Setting], plans: Sequence[Plan], *, checkpoints:
             use = _uses.setdefault(setting.text, _Use(setting, list(keys_in(setting.rule))))
             _ended.add(setting.text)
             use.checkpoints |= checkpoints
+            use.sends |= any(plan.transfers for plan in plans)
             for d in decisions:
                 if setting.key in d.settings:
                     use.add(d)
-            if use.unmatched or use.packed_nothing:
+            if use.unmatched or use.packed_nothing or use.only_beside_checkpoints:
                 suspects.append(setting)
     return suspects
 
@@ -133,7 +142,7 @@ def warning_if_unused(run: Callable[..., Any], suspects: list[Setting]) -> Calla
 
 
 def _warn_of(suspects: list[Setting]) -> None:
-    """Warn of each of `suspects` that has packed nothing so far, and of each key that has matched nothing."""
+    """Warn of each of `suspects` that has packed nothing so far or little, and of each key that has matched nothing."""
     for setting in suspects:
         use = _uses.get(setting.text)
         if use is None:
@@ -156,6 +165,13 @@ def _warn_of(suspects: list[Setting]) -> None:
                 (setting.text, "packed"),
                 f"{packed_none} under it ({why}). Use a hook or policy that takes them, or another scope; "
                 "aot_hooks.print_report(aot_hooks.last_plans(compiled)) shows each",
+            )
+        elif use.only_beside_checkpoints and not use.unmatched:
+            _warn(
+                (setting.text, "checkpoints"),
+                f"{setting.title} decides for what torch.utils.checkpoint leaves, which is the inputs of its parts: "
+                "inside of the compiled function it has the rest computed again, whatever hooks could do. "
+                f"{_INSTEAD_OF_CHECKPOINTING}",
             )
         for policy, key in use.unmatched:
             names = sorted(filter(None, use.seen.get(policy.function, ())))

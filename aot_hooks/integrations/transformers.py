@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from ..errors import OptionError
+from ..errors import AotHooksError, OptionError, error_behind
 from .training import COMPILED_ONCE, Training
 
 
@@ -32,6 +32,11 @@ class _Train:
         callbacks = [*self.trainer.callback_handler.callbacks]  # one may be removed meanwhile
         try:
             return self.own(*args, **kwargs)
+        except Exception as e:
+            if error_behind(e, AotHooksError) is None:
+                raise
+            # The trainer's frames, some 60 lines, would push our message off the screen.
+            raise e.with_traceback(None) from e.__cause__
         finally:
             for callback in (*callbacks, *self.trainer.callback_handler.callbacks):
                 if isinstance(callback, AotHooksCallback):

@@ -106,7 +106,8 @@ def backend_failure(backend: str, error: Exception, frame: types.FrameType | Non
     """`error` wrapped as Dynamo wraps errors of backends, but with its own message first.
 
     Dynamo calls any other error that is raised while it traces an internal error, and drops the cause. The traceback
-    that users see begins at `frame`.
+    that users see begins at `frame`. It has none of the frames of `error` itself, which would push the message off the
+    screen; TORCHDYNAMO_VERBOSE=1 shows them, and `inner_exception` keeps them.
     """
 
     def name() -> None: ...
@@ -114,7 +115,7 @@ def backend_failure(backend: str, error: Exception, frame: types.FrameType | Non
     name.__name__ = backend
     failure: Exception = need("torch._dynamo.exc.BackendCompilerFailed")(name, error, frame)
     failure.args = (f"{type(error).__name__}: {error}\n\nRaised by backend={backend!r}.", *failure.args[1:])
-    return failure
+    return failure.with_traceback(error.__traceback__) if need("torch._dynamo.config").verbose else failure
 
 
 def forget_main() -> None:

@@ -1,0 +1,198 @@
+"""Mistakes of new users: each is one clear sentence, at the beginning or the end of what a terminal shows."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from steps import ATEN
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import aot_hooks
+from aot_hooks import budget, enable, float8, int8, unused
+from aot_hooks.__main__ import main
+from aot_hooks.settings import recompiles
+
+FIRST_LINES = 20
+LAST_LINES = 6  # of an error: Dynamo adds five lines to the message
+MOST_LINES = 30  # so that a terminal shows all of it
+
+
+class Blocks(nn.Module):
+    def __init__(self, *, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+        self.checkpoints = checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x
+
+
+def train(model: Callable[[torch.Tensor], torch.Tensor], rows: int = 8) -> None:
+    model(torch.randn(rows, 32, requires_grad=True)).square().mean().backward()
+
+
+def no_unit() -> None:
+    enable(budget(80))
+
+
+def a_share() -> None:
+    enable(budget("80%"))
+
+
+def a_wrong_unit() -> None:
+    enable(budget(total="80 gigs"))
+
+
+def a_total_below_the_weights() -> None:
+    with enable(budget(total="1KiB"), options=ATEN):
+        train(torch.compile(Blocks()))
+
+
+def a_budget_below_what_is_possible() -> None:
+    with enable(budget("4KiB"), options=ATEN):
+        train(torch.compile(Blocks()))
+
+
+def checkpoints_inside() -> None:
+    with enable(float8(), options=ATEN):
+        train(torch.compile(Blocks(checkpoints=True)))
+
+
+def checkpoints_around() -> None:
+    compiled = torch.compile(Blocks())
+    with enable(float8(), options=ATEN):
+        train(lambda x: checkpoint(compiled, x, use_reentrant=False))
+
+
+def not_compiled() -> None:
+    with enable(float8()):
+        train(Blocks())
+
+
+def two_at_once() -> None:
+    with enable(float8(), options=ATEN), enable(int8(), options=ATEN):
+        train(torch.compile(Blocks()))
+
+
+def another_backend() -> None:
+    with enable(float8()):
+        train(torch.compile(Blocks(), backend="aot_eager"))
+
+
+def fit_on_a_cpu() -> None:
+    with enable(budget("fit"), options=ATEN):
+        train(torch.compile(Blocks()))
+
+
+def lengths_that_vary() -> None:
+    compiled = torch.compile(Blocks(), dynamic=False)
+    with enable(float8(), options=ATEN), torch._dynamo.config.patch(recompile_limit=2):
+        for rows in range(2, 6):
+            train(compiled, rows)
+
+
+def a_second_thread() -> None:
+    raised: list[Exception] = []
+
+    def work() -> None:
+        try:
+            enable(int8())
+        except aot_hooks.errors.OptionError as e:
+            raised.append(e)
+
+    with enable(float8(), options=ATEN):
+        train(torch.compile(Blocks()))
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    raise raised[0]
+
+
+MISTAKES = {
+    no_unit: "80 is less than 1 MiB; did you mean '80GiB'?",
+    a_share: "a share of a device is not taken. Write 'fit'",
+    a_wrong_unit: 'total must be bytes as an int, "24GiB", "500MB" or "fit", got \'80 gigs\'',
+    a_total_below_the_weights: "leave nothing for a step. Shard or offload the weights",
+    a_budget_below_what_is_possible: "but the least that was found takes",
+    checkpoints_inside: "decides for what torch.utils.checkpoint leaves, which is the inputs of its parts",
+    checkpoints_around: "does nothing for a compiled function that torch.utils.checkpoint calls",
+    not_compiled: "No compiled function was called: compile the model",
+    two_at_once: "Only the innermost counts, and enable(int8()) was enabled inside this one",
+    another_backend: "compiled for another backend, 'aot_eager'. Leave backend= out",
+    fit_on_a_cpu: "asks a CUDA device for its free memory, and the saved tensors are on none; give the peak in bytes",
+    lengths_that_vary: "mark the sizes that change as dynamic",
+    a_second_thread: "thread 'MainThread' has enable(float8()) enabled: disable that first",
+}
+
+
+def shown(run: Callable[[], None]) -> list[str]:
+    """The lines that a terminal shows of the warnings and the error of `run`."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            run()
+        except Exception:
+            error = traceback.format_exc().splitlines()
+        else:
+            error = []
+    ours = [w for w in caught if issubclass(w.category, UserWarning)]
+    return [str(warnings.formatwarning(w.message, w.category, w.filename, w.lineno)).strip() for w in ours] + error
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unused, "_warned", set())
+    monkeypatch.setattr(recompiles, "_said", set())
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_mistake_has_its_sentence_where_one_sees_it(mistake: Callable[[], None]) -> None:
+    try:
+        lines = shown(mistake)
+    finally:
+        aot_hooks.disable()
+    found = [number for number, line in enumerate(lines, 1) if MISTAKES[mistake] in line]
+    assert found and (found[0] <= FIRST_LINES or found[-1] > len(lines) - LAST_LINES), "\n".join(lines)
+    assert len(lines) <= MOST_LINES, "\n".join(lines)
+
+
+def test_evaluation_first_is_no_mistake() -> None:
+    compiled = torch.compile(Blocks())
+
+    def run() -> None:
+        with enable(float8(), options=ATEN):
+            with torch.no_grad():
+                compiled.eval()(torch.randn(8, 32))
+            train(compiled.train())
+
+    assert shown(run) == []
+    (plan,) = aot_hooks.last_plans(compiled)
+    assert plan.packed_bytes < plan.saved_bytes
+
+
+def test_a_script_that_is_run_prints_the_sentence_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "net = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)))\n"
+        "net(torch.randn(4, 8)).sum().backward()\n"
+    )
+    assert main(["run", "--budget", "1KiB", "--inner", "aten", str(script)]) == 1
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 1 and printed[0].startswith("aot_hooks run: budget('1024B'): expected a step under")
+
+
+def test_an_error_keeps_its_own_frames_for_those_who_look() -> None:
+    with pytest.raises(Exception, match="leave nothing for a step") as caught:
+        a_total_below_the_weights()
+    inner = aot_hooks.errors.unwrapped(caught.value)
+    assert inner is not None and any(f.name == "fitted" for f in traceback.extract_tb(inner.__traceback__))
