@@ -34,7 +34,7 @@ from .eager.modules import roots
 from .eager.packing import call_compiled
 from .errors import AotHooksError, OptionError
 from .graphs.nodes import REGION, annotation, crosses_twice, donates
-from .graphs.roofline import step_ms
+from .graphs.roofline import predicted_ms
 from .graphs.saved import SavedTensor
 from .hook import KEEP
 from .identity import probes
@@ -526,7 +526,8 @@ def planning_partition(
             before_ms = 0.0
             if not first and (live or budgeted):
                 live_before = live_bytes(fw, bw, fused=fused, **outputs)
-                before_ms = step_ms(fw, bw, fused, launched=at_run_time)
+            if not first and not as_if_lossy:
+                before_ms = predicted_ms(fw, bw, fused, launched=at_run_time)
             casts: tuple[SavedTensor, ...] = ()
             if packs and not nested:
                 alive = parameters_of(fw, static, parameters)
@@ -558,12 +559,14 @@ def planning_partition(
         plan = with_casts(rewritten(fw, bw, hooks.setting), first[0].casts)
         if fused and options.recompute_pointwise and hooks.settings:
             split_and_hold(fw, bw, **outputs)
-        if live:
-            after_ms = step_ms(fw, bw, fused, transfers.COPIES, plan.transfers, launched=at_run_time)
+        if live or not as_if_lossy:
+            after_ms = predicted_ms(fw, bw, fused, transfers.COPIES, plan.transfers, launched=at_run_time)
             after = live_bytes(fw, bw, fused=fused, **outputs)
-            plan = dataclasses.replace(
-                plan, live_before=first[0].live, live_after=after, before_ms=first[0].ms, after_ms=after_ms
-            )
+            plan = dataclasses.replace(plan, before_ms=first[0].ms, after_ms=after_ms)
+            if live:
+                plan = dataclasses.replace(plan, live_before=first[0].live, live_after=after)
+            else:
+                plan = dataclasses.replace(plan, own_peak_bytes=max(point.live_bytes for point in after))
         plans.append(dataclasses.replace(plan, chunked=tuple(notes)))
         if at_run_time and plan.transfers:
             decide_at_run_time(fw, bw, kwargs["num_fwd_outputs"])

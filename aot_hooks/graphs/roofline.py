@@ -260,6 +260,14 @@ def step_ms(
     return max(compute + beside, (host_ms(fw, fused) + host_ms(bw, fused)) * launched)
 
 
+def predicted_ms(*graphs: Any, **settings: Any) -> float:
+    """`step_ms`, for a plan's own information: 0.0 where the device has no memory left to measure its speed in."""
+    try:
+        return step_ms(*graphs, **settings)
+    except torch.OutOfMemoryError:
+        return 0.0
+
+
 def _operation_count(node: Node) -> int:
     count = _count(flop_registry[_packet(node)], *leaves_of((node.args, dict(node.kwargs), node.meta.get("val"))))
     # causal attention skips half of the products, which the formulas count

@@ -5,6 +5,7 @@ Boundary + settings --decide--> tuple[Choice]  --(trace, inline)-->  Plan
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,7 +112,8 @@ class Plan:
         decisions: in the order of the forward's outputs.
         transfers: the copies of `offload` with their times, and the tensors that it leaves on the device.
         live_before, live_after: bytes alive along the step without and with the hooks, if `aot_hooks.plan` made it.
-        before_ms, after_ms: predicted time of the step without and with the hooks, likewise.
+        before_ms, after_ms: predicted time of the step without and with the hooks; 0.0 without a prediction.
+        own_peak_bytes: the most of `live_after`, where a compilation without a budget has left that out.
         in_step: what is alive beside the graph in a step of many calls; None if it was planned as the whole step.
         program: for a plan that holds the least: its step as data, and the error that it may have. A step of many calls
             is planned from these.
@@ -124,16 +126,19 @@ class Plan:
     live_after: tuple[LivePoint, ...] = field(default=(), compare=False, repr=False)
     before_ms: float = field(default=0.0, compare=False, repr=False)
     after_ms: float = field(default=0.0, compare=False, repr=False)
+    own_peak_bytes: int = field(default=0, compare=False, repr=False)
     in_step: InStep | None = field(default=None, compare=False, repr=False)
     program: tuple[Any, float] | None = field(default=None, compare=False, repr=False)
     chunked: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes that the step takes over what is alive before it, with the hooks, as predicted. 0 without a
-        prediction: a compilation makes one for a budget only."""
+        """Most bytes that the step takes over what is alive before it, with the hooks, as predicted.
+
+        Other graphs of the step are known to the plans of a budget, and to the plan that `aot_hooks.plan` makes.
+        """
         elsewhere = 0 if self.in_step is None else self.in_step.elsewhere_bytes
-        return max([elsewhere, *(p.live_bytes for p in self.live_after)])
+        return max([elsewhere, self.own_peak_bytes, *(p.live_bytes for p in self.live_after)])
 
     @property
     def step_ratio(self) -> float:
@@ -168,6 +173,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
     if step is not None:
         most = {name: max(getattr(each, name) for each in in_step) for name in ("elsewhere_bytes", "stock_bytes")}
         step = replace(step, **most)
+    held = [0, *itertools.accumulate(p.packed_bytes for p in plans)][: len(plans)]  # by the graphs before each
     return Plan(
         tuple(decisions),
         tuple(replace(t, graph=i) for i, p in enumerate(plans) for t in p.transfers),
@@ -175,6 +181,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
         live_after=join([p.live_after for p in plans], apart=bool(in_step)),
         before_ms=sum(p.before_ms for p in plans),
         after_ms=sum(p.after_ms for p in plans),
+        own_peak_bytes=max((at + p.own_peak_bytes for at, p in zip(held, plans, strict=True)), default=0),
         in_step=step,
         chunked=tuple(each for p in plans for each in p.chunked),
     )
