@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from ..passes.plan import Plan
 from ..settings.setting import Setting
 from ..torch_private import aot
-from . import many, measured
+from . import many, measured, progress
 from .budget import Budget
 from .sizes import NO_SIZES, Sizes, guarded
 from .versions import Version
@@ -90,6 +90,18 @@ class Planner:
         Calls that shall hold less than others get a second version.
         """
         setting: Any = self._setting
+        if self._budget is None:
+            return compile_with(gm, setting, plans)
+        with progress.shown(repr(self._budget)):
+            return self._compile(gm, setting, plans, compile_with)
+
+    def _compile(
+        self,
+        gm: GraphModule,
+        setting: Any,
+        plans: list[Plan],
+        compile_with: Callable[[GraphModule, Any, list[Plan]], _Compiled],
+    ) -> _Compiled:
         if self._graph is None or self._budget is None or setting.rule.apart is None:
             return compile_with(gm, setting, plans)
         twin = aot.twin(gm)

@@ -33,7 +33,7 @@ from ..passes.plan import NOTHING, Decision, InStep, Plan, Unpacked
 from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
-from . import by_hand, candidates
+from . import by_hand, candidates, progress
 from .apart import GAIN, Ways, as_data, is_faster
 from .budget import EXACT, Budget, fitted, mib
 from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
@@ -145,6 +145,7 @@ def partition_within(
         except BudgetError as error:
             errors.append(error)
     if found is not None:
+        progress.say("compiling forward and backward")
         return found
     if budget.lenient:
         return within(budget)
@@ -284,7 +285,9 @@ def _partition(
             before_ms=before_ms,
             after_ms=after_ms,
         )
-        return Tried(graphs, found, plan, own, solution, live, bytes_of(plan.live_after).peak(moments), chooses)
+        peak_bytes = bytes_of(plan.live_after).peak(moments)
+        progress.tried(peak_bytes)
+        return Tried(graphs, found, plan, own, solution, live, peak_bytes, chooses)
 
     def typed(again: str, found: Sequence[candidates.Way], peak: float, most_ms: float) -> Iterator[Tried]:
         """The candidates `found` that may take at most `peak` bytes, and less than `most_ms`."""
