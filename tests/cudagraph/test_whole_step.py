@@ -18,9 +18,14 @@ from whole_steps import OPTIMIZERS, Net, adamw, assert_equal, batches, eager_ste
 
 import cudagraph
 
+# The others are more of the same: fused or foreach, with more state or less.
+QUICK = {"sgd with momentum", "adam, foreach", "adamw, fused", "muon and adamw"}
+
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in OPTIMIZERS]
+)
 def test_500_steps_are_those_of_eager_mode(device, name):
     ours, optimizer, eager, eager_optimizer = pair(device, OPTIMIZERS[name])
     step = cudagraph.whole_step(ours, F.mse_loss, optimizer, clip_grad_norm=0.5, accumulate=2)

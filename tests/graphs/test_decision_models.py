@@ -7,6 +7,14 @@ import pytest
 import torch
 from decision_losses import DYNAMIC, PROGRAMS, make
 
+# A few of each kind in decision_models.py and decision_losses.py. The others decide by the same operators.
+QUICK = {
+    *("gelu_amax", "cnn_max_pool", "l_inf_clipping", "hardest_negative"),
+    *("router_by_argmax", "router_by_topk", "hard_gumbel_softmax"),
+    *("ste_round_by_detach", "fake_quantization", "vector_quantization"),
+    *("softmax_log", "distillation", "focal_loss", "sparsemax", "label_smoothing_autocast", "entropy_of_attention"),
+    *("mamba_parallel_scan", "batch_norm_float32", "squared_relu_autocast", "dropout_layer_norm"),
+}
 INDUCTOR = (
     "cnn_amax",
     "where_threshold",
@@ -28,7 +36,9 @@ def check(name: str, inner: str) -> None:
     assert all(v.ok for v in verdicts), f"{name}\n{oracle.format_failures(verdicts)}"
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PROGRAMS]
+)
 def test_a_hook_costs_a_model_no_more_than_in_eager_mode(name: str) -> None:
     check(name, "aten")
 

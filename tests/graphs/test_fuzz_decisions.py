@@ -38,7 +38,7 @@ def test_the_committed_runs_have_five_thousand_programs_and_each_failure_a_reaso
     assert set(found["header"]["hooks"]) == set(oracle.HOOKS)
 
 
-@pytest.mark.parametrize("seed", range(21))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 21))])
 def test_a_random_program_full_of_decisions_has_the_gradients_that_eager_mode_allows(seed: int) -> None:
     program = fuzz_decisions.generate(seed)
     verdicts = fuzz_decisions.check(program, hooks=oracle.TWO_KINDS)

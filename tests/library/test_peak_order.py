@@ -39,7 +39,9 @@ def freed_and_held(block: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, tup
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("block", [8, 64, 1024])
+@pytest.mark.parametrize(
+    "block", [pytest.param(8, marks=pytest.mark.slow), 64, pytest.param(1024, marks=pytest.mark.slow)]
+)
 def test_a_packed_input_frees_no_more_than_it_holds(block, monkeypatch):
     sizes = freed_and_held(block, monkeypatch)
     assert len(sizes) >= 4
@@ -47,6 +49,7 @@ def test_a_packed_input_frees_no_more_than_it_holds(block, monkeypatch):
     assert sum(held for _, held in sizes.values()) == sum(freed for freed, _ in sizes.values())
 
 
+@pytest.mark.slow
 def test_by_itself_inductor_counts_a_scale_once_a_value(monkeypatch):
     """That the test above can fail; should Inductor bound it by itself one day, `_bound_size_hints` can go."""
     monkeypatch.setattr(inductor_fusion, "_bound_size_hints", lambda graph: None)

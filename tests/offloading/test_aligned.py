@@ -40,6 +40,7 @@ for line in triton_code.code(backward, inputs).splitlines():
 """
 
 
+@pytest.mark.slow
 def test_kernels_load_16_bytes_at_once() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

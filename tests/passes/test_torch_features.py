@@ -322,11 +322,7 @@ def test_subclass_inputs() -> None:
 
 # --- gaps ------------------------------------------------------------------------------------------------------------
 
-ELEMENTWISE = {
-    "softplus": F.softplus,
-    "gelu": F.gelu,
-    "norm": lambda x: F.layer_norm(x, x.shape[-1:]),
-}
+ELEMENTWISE = (F.softplus, F.gelu, lambda x: F.layer_norm(x, x.shape[-1:]))
 SLICES = {
     "chunk": lambda x: x.chunk(2, -1)[1],
     "column": lambda x: x[:, 1:7:2],
@@ -339,13 +335,13 @@ SLICES = {
 
 @pytest.mark.parametrize("where", ["input", "intermediate", "eager"])
 @pytest.mark.parametrize("part", SLICES)
-@pytest.mark.parametrize("operator", ELEMENTWISE)
 @pytest.mark.core
-def test_views_with_gaps_come_back_with_them(operator: str, part: str, where: str) -> None:
+def test_views_with_gaps_come_back_with_them(part: str, where: str) -> None:
     """A kernel of ATen may take a row by itself or several at once, and then rounds otherwise."""
 
     def f(x: Tensor, w: Tensor) -> Tensor:
-        return ELEMENTWISE[operator](SLICES[part](x if where == "input" else x @ w))
+        view = SLICES[part](x if where == "input" else x @ w)
+        return torch.cat([operator(view).flatten() for operator in ELEMENTWISE])
 
     torch.manual_seed(0)
     args = torch.randn(17, 10, requires_grad=True), torch.randn(10, 10, requires_grad=True)

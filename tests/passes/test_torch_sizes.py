@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ import aot_hooks
 from aot_hooks import Hook, last_plans, saved_tensors_hooks
 
 
+@functools.cache
 def graphs(hook: Hook | None, dynamic: bool | None, mark: bool) -> int:
     """How many graphs batches of many sizes take."""
     torch._dynamo.reset()

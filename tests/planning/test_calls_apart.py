@@ -65,6 +65,7 @@ def test_the_first_calls_hold_the_least_and_the_step_is_faster(x, ran, compiled_
     (plan,) = aot_hooks.last_plans(model)
     step = plan.in_step
     assert step.calls == COUNT and 0 < step.tight_calls < COUNT and step.tight_bytes < step.held_bytes
+    assert f"the first {step.tight_calls} of them hold the least" in aot_hooks.format_report([plan])
     assert compiled_kinds == ["alone", "least", "planned"]
     ran.clear()
     assert_equal(train(model, x), expected)
@@ -79,13 +80,6 @@ def test_the_first_calls_hold_the_least_and_the_step_is_faster(x, ran, compiled_
     (alike,) = aot_hooks.last_plans(model)
     assert alike.in_step.tight_calls == 0 and alike.peak_bytes <= peak
     assert plan.step_ratio < 1.14 and alike.step_ratio > 1.19
-
-
-def test_a_report_says_which_calls_hold_the_least(x):
-    model, *_ = planned(x)
-    (plan,) = aot_hooks.last_plans(model)
-    text = aot_hooks.format_report([plan])
-    assert f"the first {plan.in_step.tight_calls} of them hold the least" in text
 
 
 def test_fewer_calls_are_within_the_budget_and_more_are_planned_once(x, compiled_kinds, tmp_path):

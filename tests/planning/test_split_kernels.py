@@ -336,6 +336,7 @@ def test_a_sum_of_many_that_several_read_is_written(addends, written):
     assert [i for i, n in enumerate(sums) if storage_of(n) in found] == written
 
 
+@pytest.mark.slow
 def test_what_a_later_kernel_reads_is_written_where_it_stands():
     def function(a, b, c):
         total = a + b

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,8 @@ def test_fit(tmp_path: Path) -> None:
         (["--hook", "lossless"], "argument --hook: invalid choice: 'lossless'"),
     ],
 )
-def test_arguments_that_cannot_work(arguments: list[str], said: str, tmp_path: Path) -> None:
-    done = run(tmp_path, "train_gpt.py", *arguments)
-    assert done.returncode == 2 and said in done.stderr
+def test_arguments_that_cannot_work(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(ROOT / "examples" / "train_gpt.py"))["main"]
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and said in capsys.readouterr().err

@@ -47,6 +47,7 @@ def test_hooks_print_as_what_one_types(text: str) -> None:
     assert str(hook) == hook.name
 
 
+@pytest.mark.slow
 def test_a_hook_prints_alike_in_another_process() -> None:
     code = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read()))"
     policy = larger_than(8, aot_hooks.offload(then=aot_hooks.int8(64)))

@@ -235,6 +235,7 @@ def test_content_differs_where_behaviour_differs() -> None:
     assert all(described(policy).frozen for policy in different)
 
 
+@pytest.mark.slow
 def test_a_text_is_the_same_in_another_process() -> None:
     code = (
         "import torch; from aot_hooks import *; from aot_hooks.identity.frozen import described\n"
