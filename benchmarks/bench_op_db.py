@@ -8,6 +8,7 @@ Takes about 40 minutes of one core.
 
       python benchmarks/bench_op_db.py --ops 'amax|softmax' --print     each verdict in words
       python benchmarks/bench_op_db.py --magnitudes 1e-3 1e4            inputs of these sizes in place of about 1
+      python benchmarks/bench_op_db.py --hooks float8 int4              one relative to a value, one to a block
 """
 
 from __future__ import annotations
@@ -54,7 +55,29 @@ def cases(pattern: str, dtypes: list[str], forms: list[str], shard: int = 0, sha
     return [(name, dtype, form) for name in names for dtype in dtypes for form in forms]
 
 
-def check(case: Case, samples: int, magnitudes: Sequence[float] = (1.0,)) -> list[dict[str, Any]]:
+@dataclasses.dataclass(frozen=True)
+class How:
+    """Attributes:
+    samples: inputs of each operator.
+    magnitudes: what samples are multiplied with.
+    hooks: names in `HOOKS`.
+    """
+
+    samples: int
+    magnitudes: Sequence[float] = (1.0,)
+    hooks: Sequence[str] = tuple(HOOKS)
+
+    @property
+    def arguments(self) -> list[str]:
+        """For a worker."""
+        return [
+            *("--samples", str(self.samples)),
+            *("--magnitudes", *map(str, self.magnitudes)),
+            *("--hooks", *self.hooks),
+        ]
+
+
+def check(case: Case, how: How) -> list[dict[str, Any]]:
     """The results of one case, as JSON has them."""
 
     def stop(*_: object) -> None:
@@ -65,7 +88,7 @@ def check(case: Case, samples: int, magnitudes: Sequence[float] = (1.0,)) -> lis
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            results = op_programs.check(*case, samples, magnitudes)
+            results = op_programs.check(*case, how.samples, how.magnitudes, how.hooks)
     except TimedOut:
         results = [op_programs.Result(*case, reason=f"took more than {TIMEOUT} s")]
     finally:
@@ -85,27 +108,24 @@ def finite(x: float) -> float | str:
     return float(f"{x:.4g}") if math.isfinite(x) else str(x)
 
 
-def work(todo: list[Case], samples: int, out: pathlib.Path, magnitudes: Sequence[float]) -> None:
+def work(todo: list[Case], out: pathlib.Path, how: How) -> None:
     """A worker: writes a line before each case and one for each result."""
     torch.set_num_threads(1)
     with out.open("a") as file:
         for case in todo:
             print(json.dumps({"begins": case}), file=file, flush=True)
-            for result in check(case, samples, magnitudes):
+            for result in check(case, how):
                 print(json.dumps(result), file=file, flush=True)
 
 
-def run_worker(
-    todo: list[Case], samples: int, folder: str, number: int, magnitudes: Sequence[float] = (1.0,)
-) -> list[dict[str, Any]]:
+def run_worker(todo: list[Case], folder: str, number: int, how: How) -> list[dict[str, Any]]:
     """Runs `todo` in a process; starts another one behind a case that kills it."""
     path = pathlib.Path(folder) / f"{number}.jsonl"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     while todo:
         given = pathlib.Path(folder) / f"{number}.json"
         given.write_text(json.dumps(todo))
-        command = [sys.executable, __file__, "--samples", str(samples), "--worker", str(given), str(path)]
-        command += ["--magnitudes", *map(str, magnitudes)]
+        command = [sys.executable, __file__, "--worker", str(given), str(path), *how.arguments]
         ended = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         begun = [tuple(line["begins"]) for line in lines if "begins" in line]
@@ -121,14 +141,14 @@ def run_worker(
     return [line for line in lines if "begins" not in line]
 
 
-def run(todo: list[Case], samples: int, workers: int, magnitudes: Sequence[float] = (1.0,)) -> list[dict[str, Any]]:
+def run(todo: list[Case], workers: int, how: How) -> list[dict[str, Any]]:
     """The results of all cases, in their order. Workers take every n-th case, so that each gets slow ones."""
     names = sorted({case[0] for case in todo}, key=[case[0] for case in todo].index)
     shares = [[case for case in todo if names.index(case[0]) % workers == i] for i in range(workers)]
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         threads = [
-            threading.Thread(target=lambda i=i: results.extend(run_worker(shares[i], samples, folder, i, magnitudes)))
+            threading.Thread(target=lambda i=i: results.extend(run_worker(shares[i], folder, i, how)))
             for i in range(workers)
         ]
         for thread in threads:
@@ -214,32 +234,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--forms", nargs="+", choices=op_programs.FORMS, default=list(op_programs.FORMS))
     parser.add_argument("--samples", type=int, default=1, help="sample inputs of each operator")
     parser.add_argument("--magnitudes", type=float, nargs="+", default=[1.0], help="what samples are multiplied with")
+    parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=list(HOOKS))
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th operator, from the i-th on")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--print", action="store_true", help="every verdict, not only those that fail")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    how = How(options.samples, options.magnitudes, options.hooks)
     if options.worker:
-        work(
-            [tuple(case) for case in json.loads(pathlib.Path(options.worker[0]).read_text())],
-            options.samples,
-            pathlib.Path(options.worker[1]),
-            options.magnitudes,
-        )
+        given, out = map(pathlib.Path, options.worker)
+        work([tuple(case) for case in json.loads(given.read_text())], out, how)
         return 0
     shard, shards = map(int, options.shard.split("/"))
     todo = cases(options.ops, options.dtypes, options.forms, shard, shards)
     began = time.monotonic()
-    results = run(todo, options.samples, options.workers, options.magnitudes)
-    header = conditions(torch.device("cpu"), samples=options.samples, seconds=round(time.monotonic() - began))
+    results = run(todo, options.workers, how)
+    seconds = round(time.monotonic() - began)
+    asked = {"samples": options.samples, "magnitudes": options.magnitudes}
+    header = conditions(torch.device("cpu"), **asked, seconds=seconds)
     counts = summary(results)
     for result in results:
         if options.print or not result["ok"]:
             print(format_result(result))
     print(json.dumps(header | counts, indent=1))
     if options.out:
-        rule = {"factor": FACTOR, "roundoff": ROUNDOFF, "hooks": {name: hook.name for name, hook in HOOKS.items()}}
+        rule = {"factor": FACTOR, "roundoff": ROUNDOFF, "hooks": {name: HOOKS[name].name for name in options.hooks}}
         found = {"conditions": header, "rule": rule, "summary": counts}
         failures = [r for r in results if not r["ok"]]
         lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in by_operator(results).items()]

@@ -40,7 +40,9 @@ def test_shards_are_all_operators_once() -> None:
 @pytest.mark.slow
 def test_a_worker_that_dies_is_a_result_and_the_next_operator_is_run() -> None:
     """No operator of this name: the process ends with an error."""
-    dead, next_one = bench_op_db.run([("no_such", "float32", "direct"), ("neg", "float32", "direct")], 1, 1)
+    dead, next_one = bench_op_db.run(
+        [("no_such", "float32", "direct"), ("neg", "float32", "direct")], 1, bench_op_db.How(1)
+    )
     assert "the process ended with 1" in dead["reason"] and "KeyError: 'no_such'" in dead["reason"]
     assert (next_one["name"], next_one["reason"], next_one["ok"]) == ("neg", "", True)
 
@@ -52,7 +54,7 @@ def test_an_operator_that_hangs_is_a_result(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(op_programs, "check", hang)
     monkeypatch.setattr(bench_op_db, "TIMEOUT", 1)
-    (result,) = bench_op_db.check(("mul", "float32", "direct"), 1)
+    (result,) = bench_op_db.check(("mul", "float32", "direct"), bench_op_db.How(1))
     assert result["reason"] == "took more than 1 s"
 
 
