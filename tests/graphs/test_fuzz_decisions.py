@@ -85,6 +85,9 @@ def test_the_oracle_compares_errors_of_gradients() -> None:
     assert oracle.relative_error([torch.tensor([3.0, 4.5]), torch.tensor([1.5]), None], exact) == pytest.approx(0.5)
     assert oracle.relative_error([exact[0], torch.tensor([torch.nan]), None], exact) == torch.inf
     assert oracle.relative_error([exact[0], None, None], exact) == torch.inf
+    # a gradient of zeros: a larger error is a finite one
+    zeros = [torch.zeros(2)]
+    assert oracle.relative_error(zeros, zeros) == 0 and 1 < oracle.relative_error([torch.ones(2)], zeros) < torch.inf
     # only where the reference is finite
     infinite = [torch.tensor([3.0, torch.inf])]
     assert oracle.relative_error([torch.tensor([3.0, torch.nan])], infinite) == 0

@@ -48,6 +48,9 @@ TWO_KINDS = ("float8", "int4")
 ROUNDOFF = {"float8": 2.0**-4, "int8": 2.0**-7, "int4": 2.0**-3, "cast": 2.0**-8}
 # A gradient much smaller than the largest of the program is compared with this share of the largest one's norm.
 SMALLEST_SHARE = 2.0**-7
+# Gradients of zeros are compared with this norm, the smallest normal number of float32, so that errors stay finite:
+# "not finite" is a gradient that is not. Example: a softmax of numbers that are 10,000 apart.
+SMALLEST_NORM = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -215,11 +218,8 @@ def relative_error(found: Grads, expected: Grads) -> float:
         if not f.isfinite().all():
             return math.inf
         pairs.append(((f - e).norm().item(), e.norm().item()))
-    smallest = SMALLEST_SHARE * max((norm for _, norm in pairs), default=0.0)
-    return max(
-        (0.0 if d == 0 else d / max(norm, smallest) if max(norm, smallest) else math.inf for d, norm in pairs),
-        default=0.0,
-    )
+    smallest = max(SMALLEST_NORM, SMALLEST_SHARE * max((norm for _, norm in pairs), default=0.0))
+    return max((d / max(norm, smallest) for d, norm in pairs), default=0.0)
 
 
 def total_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
