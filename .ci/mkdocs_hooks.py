@@ -18,6 +18,7 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    out_of_docs = "../" * (page.file.src_uri.count("/") + 1)  # a page of docs/decisions/ is one folder deeper
     markdown = re.sub(r"^( *```python) \w+$", r"\1", markdown, flags=re.MULTILINE)
-    return re.sub(r"\[([^]]+)\]\(\.\./([^)#]+)[^)]*\)", r"\1 (`\2`)", markdown)
+    return re.sub(rf"\[([^]]+)\]\({re.escape(out_of_docs)}([^)#]+)[^)]*\)", r"\1 (`\2`)", markdown)

@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
-import multiprocessing
 import pathlib
 import statistics
 import sys
@@ -33,7 +31,20 @@ from typing import Any
 
 import torch
 import transformers
-from _measure import GIB, MIB, conditions, format_columns, measure_bytes, relative_error
+from measure import (
+    GIB,
+    MIB,
+    Served,
+    conditions,
+    default_device,
+    first_line,
+    format_columns,
+    measure_bytes,
+    number,
+    relative_error,
+    synchronize,
+    write,
+)
 from torch import Tensor, nn
 
 import aot_hooks
@@ -187,14 +198,12 @@ def _step_ms(model: nn.Module, function: Any, x: Tensor) -> float:
     """The median of some runs of steps that are queued without a pause, so that the host can be ahead of the device."""
     found = []
     for _ in range(6):
-        if x.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(x.device)
         began = time.perf_counter()
         for _ in range(QUEUED):
             model.zero_grad(set_to_none=True)
             function(x).backward()
-        if x.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(x.device)
         found.append((time.perf_counter() - began) / QUEUED * 1e3)
     return statistics.median(found[1:])
 
@@ -203,7 +212,7 @@ def serve(connection: Any, name: str, options: argparse.Namespace) -> None:
     try:
         rows, steps = rows_of(name, options)
     except Exception as error:
-        connection.send(f"{type(error).__name__}: {error}")
+        connection.send(first_line(error))
         return
     connection.send(rows)
     connection.recv()
@@ -212,30 +221,16 @@ def serve(connection: Any, name: str, options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of all models, and what went wrong."""
-    context = multiprocessing.get_context("spawn")
-    served, rows, failures = [], [], []
-    for name in options.models.split(","):
-        ours, theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, name, options), daemon=True).start()
-        theirs.close()
-        served.append((name, ours))
-    answers = [(name, ours, _answer(ours)) for name, ours in served]
-    for name, ours, answer in answers:
+    rows, failures = [], []
+    served = [(name, Served(serve, name, options)) for name in options.models.split(",")]
+    for name, process, answer in [(name, process, process.answer()) for name, process in served]:
         if isinstance(answer, str):
             failures.append(f"{name}: {answer}")
             continue
-        ours.send("time")
-        times = _answer(ours)
+        times = process.answer("time")
         for row, ms in zip(answer, times, strict=True):
             rows.append(row | {"median_ms": ms, "ratio": ms / times[0]})
     return rows, failures + wrong(rows, same_bits=options.small)
-
-
-def _answer(connection: Any) -> Any:
-    try:
-        return connection.recv()
-    except EOFError:
-        return "its process ended"
 
 
 def wrong(rows: list[dict[str, Any]], *, same_bits: bool) -> list[str]:
@@ -258,13 +253,10 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
     lines = [["model", "means", f"budget {title}", "predicted", "peak", "/ stock", "predicted", "error", "noise"]]
     lines[0].append("to float32")
     for row in rows:
-        budget = f"{row['budget_bytes'] / unit:.3f}" if "budget_bytes" in row else ""
-        peaks = [f"{row[key] / unit:.3f}" for key in ("predicted_peak_bytes", "peak_bytes")]
+        peaks = [number(row.get(f"{key}_bytes"), ".3f", unit) for key in ("budget", "predicted_peak", "peak")]
         ratios = [f"{row[key]:.3f}" for key in ("ratio", "predicted_ratio")]
-        errors = [
-            format(row[key], ".2g") if row[key] is not None else "" for key in ("error", "noise", "float32_error")
-        ]
-        lines.append([row["model"], row["means"], budget, *peaks, *ratios, *errors])
+        errors = [number(row[key], ".2g") for key in ("error", "noise", "float32_error")]
+        lines.append([row["model"], row["means"], *peaks, *ratios, *errors])
     return format_columns(lines)
 
 
@@ -273,14 +265,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU, inner aten")
     parser.add_argument("--casts", action="store_true", help="generated code rounds as eager mode does")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=default_device())
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args(arguments)
     rows, failures = measure(options)
     if options.json is not None:
         header = conditions(torch.device(options.device), transformers=transformers.__version__)
         header |= (SMALL if options.small else LARGE) | {"emulate_precision_casts": options.casts}
-        options.json.write_text(json.dumps({"header": header, "rows": rows, "failures": failures}, indent=1) + "\n")
+        write(options.json, {"header": header, "rows": rows, "failures": failures})
     if rows:
         print(format_rows(rows))
     for failure in failures:

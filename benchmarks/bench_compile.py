@@ -1,12 +1,25 @@
-"""Compile time of the block stack: stock Inductor beside aot_hooks with float8, each from nothing.
+"""Compile time of the block stack with float8, beside stock Inductor: from nothing, or as warm starts.
 
-stock, aot_hooks, stock, aot_hooks, ...     a process and an empty cache folder each, taking turns
+stock, aot_hooks, aot_hooks, stock, ...     a process and an empty cache folder each, taking turns
     |
     v
 seconds from the first call to the end of the first backward, with the fastest of each and their ratio, as JSON
 
-python benchmarks/bench_compile.py                  # a CUDA machine
+With --warm: cold, then `--repeats` starts that find their graphs in the cache of the cold one. cold / warm says how
+much a warm start saves, ours warm / stock warm what the hooks cost there. Every process runs an eager step of the same
+sizes before its clock starts: what the device and its libraries load is no work of a compiler. What Python imports at
+the first call is on the clock, with its bytecode on disk, as pip leaves it. Images of containers often have none and
+forbid to write it: then every process compiles the 600 sources of torch's compiler again, which takes as long as what
+is to be measured. So a small start that is not measured writes it to a directory of this benchmark's own.
+
+Gradients are compared with those of the same way's cold start. Attention's backward on CUDA adds up in no fixed order,
+so two runs of stock torch differ; ours may differ by twice as much, and where stock's are the same, not at all.
+
+python benchmarks/bench_compile.py                                                        # a CUDA machine
 python benchmarks/bench_compile.py --device cpu --layers 4 --tokens 128 --width 128
+python benchmarks/bench_compile.py --warm                                                 # a CUDA machine
+python benchmarks/bench_compile.py --warm --device cpu --layers 4 --tokens 128 --width 128 [--inner aten]
+python benchmarks/bench_compile.py --key      # what the key of a graph costs beside AOTAutograd's tracing of it
 """
 
 from __future__ import annotations
@@ -14,83 +27,183 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import tempfile
+import time
 from typing import Any
 
 import torch
-from _measure import conditions
-from model import first_step, stack_and_input
+from measure import conditions, default_device, own_process, relative_error, write
+from model import eager_step, first_step, stack_and_input
+from torch import nn
 
 import aot_hooks
 
 WAYS = ("stock", "aot_hooks")
+SIZES = ("layers", "width", "tokens", "batch")
+CLOCKS = ("wall_s", "cpu_s")
 
 
-def time_compile(way: str, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds to the end of the first backward, in this process and its children."""
+def start(way: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds to the end of the first backward, of this process and its children; if warm, also what the cache did."""
     torch.manual_seed(0)
-    sizes = {name: getattr(options, name) for name in ("layers", "width", "tokens", "batch")}
-    stack, x = stack_and_input(torch.device(options.device), **sizes)
+    stack, x = stack_and_input(torch.device(options.device), **{name: getattr(options, name) for name in SIZES})
+    ours = way == "aot_hooks"
     context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if way == "aot_hooks":
+    if ours:
         context = aot_hooks.saved_tensors_hooks(aot_hooks.float8())
-    return first_step("inductor" if way == "stock" else "aot_hooks", stack, x, context)[1]
+    if options.gradient is None:
+        return first_step("aot_hooks" if ours else "inductor", stack, x, context)[1]
+    inner: dict[str, Any] = {}
+    if options.inner == "aten":
+        torch._functorch.config.bundled_autograd_cache = True
+        if not ours:  # torch 2.13 and later; what it makes of a backward that is compiled late cannot be stored
+            torch._functorch.config.force_autograd_cache = True
+            torch._functorch.config.force_non_lazy_backward_lowering = True
+        inner = {"options": {"inner": "aten"}} if ours else {}
+    backend = "aot_hooks" if ours else {"inductor": "inductor", "aten": "aot_eager"}[options.inner]
+    eager_step(stack, x)
+    compiled, seconds = first_step(backend, stack, x, context, **inner)
+    counters = torch._dynamo.utils.counters["aot_autograd"]
+    plans = aot_hooks.last_plans(compiled) if ours else ()
+    return {
+        **seconds,
+        "hits": counters["autograd_cache_hit"],
+        "misses": counters["autograd_cache_miss"],
+        "packed_bytes": sum(p.packed_bytes for p in plans),
+        "gradient_error": gradient_error(x.grad.cpu(), options.gradient),
+    }
 
 
-def time_in_new_process(way: str, arguments: list[str]) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {
-            "TORCHINDUCTOR_CACHE_DIR": cache,
-            "TRITON_CACHE_DIR": str(pathlib.Path(cache) / "triton"),
-        }
-        command = [sys.executable, __file__, *arguments, "--time", way]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{way} failed with exit code {done.returncode}: its error is above")
-    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return seconds
+def gradient_error(gradient: torch.Tensor, path: pathlib.Path) -> float:
+    """How far it is from the one at `path`, relative to its length; the first one is put there."""
+    if not path.exists():
+        torch.save(gradient, path)
+    return relative_error(gradient, torch.load(path))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(description="Compile time from nothing: stock Inductor, aot_hooks with float8.")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=pathlib.Path, help="write the result there as well")
-    parser.add_argument("--time", choices=WAYS, help="time it once, in this process")
-    options = parser.parse_args(arguments)
-    if options.time:
-        print(json.dumps(time_compile(options.time, options)))
-        return 0
+def run(way: str, cache: pathlib.Path, options: argparse.Namespace, *more: str, bytecode: str = "") -> dict[str, Any]:
+    """A start in a process of its own, with its caches in the folder `cache`; its report."""
+    arguments = ["--child", way, *(f"--{k}={getattr(options, k)}" for k in ("device", "inner", *SIZES)), *more]
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+    known = files_of_bytecode(bytecode)
+    if bytecode:
+        environment |= {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
+    report: dict[str, Any] = json.loads(own_process(__file__, arguments, environment)[-1])
+    if bytecode:
+        report["sources_compiled"] = files_of_bytecode(bytecode) - known
+    print(way, json.dumps(report), file=sys.stderr, flush=True)  # what is known if it is cut short
+    return report
 
-    work = {name: getattr(options, name) for name in ("layers", "width", "tokens", "batch", "repeats")}
-    header = conditions(torch.device(options.device), dtype="bfloat16", **work)
+
+def files_of_bytecode(directory: str) -> int:
+    return sum(1 for _ in pathlib.Path(directory).rglob("*.pyc")) if directory else 0
+
+
+def from_nothing(options: argparse.Namespace) -> dict[str, Any]:
     times: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for repeat in range(options.repeats):
         for way in WAYS if repeat % 2 == 0 else reversed(WAYS):
-            times[way].append(time_in_new_process(way, arguments))
-            print(f"{way}: {times[way][-1]}", file=sys.stderr, flush=True)
-    fastest = {way: {clock: min(t[clock] for t in times[way]) for clock in ("wall_s", "cpu_s")} for way in WAYS}
-    result = {
-        "header": header,
-        "times": times,
-        "fastest": fastest,
-        "ratio": fastest["aot_hooks"]["wall_s"] / fastest["stock"]["wall_s"],
-        "cpu_ratio": fastest["aot_hooks"]["cpu_s"] / fastest["stock"]["cpu_s"],
+            with tempfile.TemporaryDirectory() as cache:
+                times[way].append(run(way, pathlib.Path(cache), options))
+    fastest = {way: {clock: min(t[clock] for t in times[way]) for clock in CLOCKS} for way in WAYS}
+    ratio, cpu_ratio = (fastest["aot_hooks"][clock] / fastest["stock"][clock] for clock in CLOCKS)
+    return {"times": times, "fastest": fastest, "ratio": ratio, "cpu_ratio": cpu_ratio}
+
+
+def warm_starts(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+
+        def begin(way: str, cache: str, options: argparse.Namespace) -> dict[str, Any]:
+            gradient = f"--gradient={folder / cache}.pt"
+            return run(way, folder / cache, options, gradient, bytecode=str(folder / "bytecode"))
+
+        small = argparse.Namespace(**vars(options) | {"layers": 1, "tokens": 128, "width": 128})
+        begin("aot_hooks", "first", small)
+        cold = {way: begin(way, way, options) for way in WAYS}
+        warm: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+        for _ in range(options.repeats):
+            for way in WAYS:
+                warm[way].append(begin(way, way, options))
+    return summarized(cold, warm) | {"cold": cold, "warm": warm}
+
+
+def summarized(cold: dict[str, dict[str, Any]], warm: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Ratios of the fastest, by the clock and by the processor's time (for machines that have other work)."""
+    found: dict[str, Any] = {}
+    for clock in CLOCKS:
+        best = {way: min(w[clock] for w in warm[way]) for way in WAYS}
+        found[f"cold_over_warm_{clock}"] = {way: cold[way][clock] / best[way] for way in WAYS}
+        found[f"warm_over_stock_warm_{clock}"] = best["aot_hooks"] / best["stock"]
+    errors = {way: max(w["gradient_error"] for w in warm[way]) for way in WAYS}
+    return found | {
+        "all_hit": all(w["hits"] == 1 and w["misses"] == 0 for way in WAYS for w in warm[way]),
+        "gradient_error": errors,
+        "same_gradients": all(w["gradient_error"] <= 2 * errors["stock"] for w in warm["aot_hooks"]),
     }
-    text = json.dumps(result, indent=1)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(text)
-    print(text)
+
+
+def time_key(options: argparse.Namespace) -> dict[str, Any]:
+    """What the key costs for a model of `options.parameters` parameters, beside compiling it with inner "aten" (tracing
+    and partitioning alone, so the share is of the least that a compilation takes)."""
+    from aot_hooks.cache import key as cache_key
+    from aot_hooks.eager import modules
+    from aot_hooks.settings.setting import Setting
+
+    count = options.parameters // 2
+    model = nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(4, 4), nn.Tanh())))
+    x = torch.randn(2, 4)
+    setting, found = Setting(aot_hooks.float8()), {}
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        started = time.perf_counter()
+        key = cache_key.key_of(gm, inputs, setting, {}, roots=modules.roots())
+        _ = key.digest
+        found["key_s"] = time.perf_counter() - started
+        started = time.perf_counter()
+        cache_key.without_names(gm)
+        found["normalize_s"] = time.perf_counter() - started
+        found["placeholders"] = len(inputs)
+        started = time.perf_counter()
+        compiled = aot_hooks.backend.with_options({"inner": "aten", "policy": aot_hooks.float8()})(gm, inputs)
+        found["aot_s"] = time.perf_counter() - started
+        return compiled
+
+    torch.compile(model, backend=backend, fullgraph=True)(x).sum().backward()
+    return found | {"share_of_aot": (found["key_s"] + found["normalize_s"]) / found["aot_s"]}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default=default_device())
+    for name, size in zip(SIZES, (4, 4096, 8192, 2), strict=True):
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor", help="of warm starts")
+    parser.add_argument("--repeats", type=int, default=3, help="starts of each way")
+    parser.add_argument("--warm", action="store_true", help="measure warm starts")
+    parser.add_argument("--key", action="store_true", help="measure the key, on a CPU")
+    parser.add_argument("--parameters", type=int, default=2000, help="of the model with --key")
+    parser.add_argument("--json", type=pathlib.Path, help="write the result there as well")
+    parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)  # one start, in this process
+    parser.add_argument("--gradient", type=pathlib.Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        print(json.dumps(start(options.child, options)))
+        return 0
+    device = torch.device("cpu" if options.key else options.device)
+    work = {name: getattr(options, name) for name in SIZES}
+    if options.key:
+        result = conditions(device, parameters=options.parameters, **time_key(options))
+    elif options.warm:
+        work |= {"rounds": options.repeats, "inner": options.inner}
+        result = conditions(device, **work, **warm_starts(options))
+    else:
+        work["repeats"] = options.repeats
+        result = {"header": conditions(device, dtype="bfloat16", **work), **from_nothing(options)}
+    print(json.dumps(result, indent=1))
+    write(options.json, result)
     return 0
 
 

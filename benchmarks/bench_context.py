@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _measure import conditions
+from measure import conditions
 
 import aot_hooks
 

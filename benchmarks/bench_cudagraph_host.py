@@ -42,7 +42,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _measure import conditions
+from measure import conditions
 from torch import nn
 
 from cudagraph import Options

@@ -22,20 +22,19 @@ import gc
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
-from _measure import GIB, conditions, format_columns
+from measure import GIB, conditions, error_of, first_line, format_columns, number, own_process, synchronize, write
 from model import Stack
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from ways import own_code
 
 import aot_hooks
 import cudagraph
@@ -86,17 +85,6 @@ class Row:
 Step = Callable[[], None]
 
 
-def own_code(function: types.FunctionType, name: str) -> Any:
-    """`function` with a code object of its own: Dynamo keeps what it compiled by code object."""
-    code = function.__code__.replace(co_name=name.replace("-", "_").replace(" ", "_"))
-    return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def measured(row: Row, module: nn.Module, step: Step, options: argparse.Namespace) -> dict[str, Tensor]:
     """Fills in `row`; the gradients of one step at a known seed."""
     device = torch.device(options.device)
@@ -136,12 +124,6 @@ def measured(row: Row, module: nn.Module, step: Step, options: argparse.Namespac
     torch.manual_seed(7)
     step()
     return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
-
-
-def error_of(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    assert found.keys() == exact.keys()
-    off = sum(float((found[n].double() - g.double()).square().sum()) for n, g in exact.items())
-    return float((off / sum(float(g.double().square().sum()) for g in exact.values())) ** 0.5)
 
 
 def compile_for(variant: str, function: Any, inner: str) -> Any:
@@ -201,7 +183,7 @@ def hf_rows(name: str, options: argparse.Namespace) -> tuple[list[Row], str]:
             turn = 0
             gradients = measured(row, module, step, options)
         except Exception as e:  # other people's compilers too: the rest has to go on
-            row.error = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"[:300]
+            row.error = first_line(e)
             continue
         reference = reference or gradients
         row.gradient_error = error_of(gradients, reference)
@@ -219,11 +201,12 @@ def stack_rows(options: argparse.Namespace, *, loss_compiled: bool) -> list[Row]
         with tempfile.TemporaryDirectory() as folder:
             kept = pathlib.Path(folder) / "gradients"
             one = ["--stack-row", variant, "--gradients", str(kept), *["--loss-compiled"] * loss_compiled]
-            done = subprocess.run([sys.executable, __file__, *asked, *one], stdout=subprocess.PIPE, text=True)
-            if done.returncode:
-                rows.append(Row(stack_name(options, loss_compiled), variant, error=f"it ended with {done.returncode}"))
+            try:
+                rows.append(Row(**json.loads(own_process(__file__, [*asked, *one])[-1])))
+            except RuntimeError as e:
+                print(e, file=sys.stderr)
+                rows.append(Row(stack_name(options, loss_compiled), variant, error=first_line(e)))
                 continue
-            rows.append(Row(**json.loads(done.stdout.splitlines()[-1])))
             if rows[-1].error:
                 continue
             gradients = torch.load(kept, map_location=options.device)
@@ -278,38 +261,21 @@ def stack_row(variant: str, options: argparse.Namespace) -> Row:
     try:
         gradients = measured(row, stack, step, options)
     except Exception as e:
-        row.error = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"[:300]
+        row.error = first_line(e)
     else:
         torch.save({name: g.cpu() for name, g in gradients.items()}, options.gradients)
     return row
 
 
 def format_rows(rows: list[Row]) -> str:
-    def number(value: float | None, spec: str) -> str:
-        return "" if value is None else f"{value:{spec}}"
-
     title = ["model", "variant", "ms", "min ms", "recorded", "replays", "skips", "cut", "torch skips", "torch pieces"]
     lines = [[*title, "GiB", "alloc", "pools", "g error", "first s"]]
     for row in rows:
-        lines.append(
-            [
-                row.model,
-                row.variant,
-                number(row.step_ms, ".3f"),
-                number(row.min_ms, ".3f"),
-                str(row.recordings),
-                f"{row.replays_a_step:g}",
-                str(row.skips),
-                str(row.partitions),
-                str(row.torch_skips),
-                str(row.torch_partitions),
-                f"{row.reserved_bytes / GIB:.3f}",
-                f"{row.allocated_bytes / GIB:.3f}",
-                f"{row.pool_bytes / GIB:.3f}",
-                number(row.gradient_error, ".1e"),
-                number(row.first_s, ".1f"),
-            ]
-        )
+        cells = [row.model, row.variant, number(row.step_ms, ".3f"), number(row.min_ms, ".3f")]
+        counts = (row.recordings, row.replays_a_step, row.skips, row.partitions, row.torch_skips, row.torch_partitions)
+        cells += [f"{count:g}" for count in counts]
+        cells += [number(n, ".3f", GIB) for n in (row.reserved_bytes, row.allocated_bytes, row.pool_bytes)]
+        lines.append([*cells, number(row.gradient_error, ".1e"), number(row.first_s, ".1f")])
     errors = [f"{row.model}, {row.variant}: {row.error}" for row in rows if row.error]
     return "\n".join([format_columns(lines), *errors])
 
@@ -348,9 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
         """Written after each model: what comes later may fail."""
         rows.extend(found)
         print(format_rows(found), flush=True)
-        if options.json is not None:
-            result = {**header, "rows": [dataclasses.asdict(row) for row in rows], "explained": explained}
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.json, {**header, "rows": [dataclasses.asdict(row) for row in rows], "explained": explained})
 
     with inductor_config.patch(fallback_random=True):
         if options.only != "stack":

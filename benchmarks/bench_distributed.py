@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _measure import GIB, conditions, measure_bytes
+from measure import GIB, conditions, measure_bytes
 from model import Stack, stack_and_input
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

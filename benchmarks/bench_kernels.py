@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from _measure import conditions, format_columns
+from measure import conditions, format_columns
 
 from aot_hooks.library.triton import ops
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import pathlib
 import statistics
 import sys
@@ -31,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _measure import MIB, conditions, format_columns, measure_bytes
+from measure import MIB, conditions, error_of, format_columns, gradients, measure_bytes, number, synchronize, write
 from torch import Tensor
 from zoo import MODELS, Model, Work
 
@@ -94,7 +93,7 @@ class Steps:
         self.device = work.inputs[0].device
         self.step_ms: list[float] = []
         started = time.perf_counter()
-        self.gradients = gradients(work, self.forward)
+        self.gradients = gradients(work.module, self.forward)
         self.first_step_s = time.perf_counter() - started
 
     def forward(self) -> Tensor:
@@ -104,38 +103,12 @@ class Steps:
         return loss
 
     def timed(self) -> None:
-        self.synchronize()
+        synchronize(self.device)
         started = time.perf_counter()
         self.forward().backward()
-        self.synchronize()
+        synchronize(self.device)
         self.step_ms.append((time.perf_counter() - started) * 1e3)
         self.work.module.zero_grad(set_to_none=True)
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def gradients(work: Work, forward: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """A copy of every parameter's gradient; raises if one has none."""
-    work.module.zero_grad(set_to_none=True)
-    forward().backward()
-    found = {}
-    for name, parameter in work.module.named_parameters():
-        if parameter.grad is None:
-            raise AssertionError(f"no gradient reached {name}")
-        found[name] = parameter.grad.clone()
-    work.module.zero_grad(set_to_none=True)
-    return found
-
-
-def error_of(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """|found - exact| / |exact| over all parameters, in float64.
-
-    Not one by one: some exact gradients are 0 (of a bias before BatchNorm, or of attention's keys).
-    """
-    off = sum(float((found[name].double() - g.double()).square().sum()) for name, g in exact.items())
-    return float((off / sum(float(g.double().square().sum()) for g in exact.values())) ** 0.5)
 
 
 def check(policy: str, model: Model, error: float, bitwise: bool, backend_error: float) -> str:
@@ -160,7 +133,7 @@ def measure(name: str, size: str, device: torch.device, inner: str, step_count: 
         loss: Tensor = work.module(*work.inputs)
         return loss
 
-    exact = gradients(work, eager)
+    exact = gradients(work.module, eager)
     runs = {policy: Steps(work, make(), inner) for policy, make in POLICIES.items()}
     for _ in range(step_count):  # in turn, so that whatever else the machine does slows all of them
         for run in runs.values():
@@ -196,24 +169,25 @@ def measure(name: str, size: str, device: torch.device, inner: str, step_count: 
 
 
 def format_table(rows: list[Row]) -> str:
-    table = [
-        ["model", "policy", "saved MiB", "packed", "held", "peak", "gradient error", "ms a step", "first s", "check"]
+    title = [
+        "model",
+        "policy",
+        "saved MiB",
+        "packed",
+        "held",
+        "peak",
+        "gradient error",
+        "ms a step",
+        "first s",
+        "check",
     ]
+    table = [title]
     for row in rows:
-        planned = (row.saved_bytes, row.packed_bytes)
-        table.append(
-            [
-                row.model,
-                row.policy,
-                *("-" if count is None else f"{count / MIB:.2f}" for count in planned),
-                f"{row.after_forward_bytes / MIB:.2f}",
-                f"{row.peak_bytes / MIB:.2f}",
-                "0, bitwise" if row.bitwise else f"{row.gradient_error:.4f}",
-                f"{row.step_ms:.1f}",
-                f"{row.first_step_s:.1f}",
-                row.wrong or "ok",
-            ]
-        )
+        planned = [number(count, ".2f", MIB) or "-" for count in (row.saved_bytes, row.packed_bytes)]
+        held = [f"{count / MIB:.2f}" for count in (row.after_forward_bytes, row.peak_bytes)]
+        error = "0, bitwise" if row.bitwise else f"{row.gradient_error:.4f}"
+        times = [f"{row.step_ms:.1f}", f"{row.first_step_s:.1f}"]
+        table.append([row.model, row.policy, *planned, *held, error, *times, row.wrong or "ok"])
     return format_columns(table)
 
 
@@ -257,9 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
         device, inner=inner, size=options.size, models=sizes, step_count=options.steps, threads=torch.get_num_threads()
     )
     result = {"header": header, "rows": [dataclasses.asdict(row) for row in rows], "failures": failures}
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.json, result)
     print(
         ", ".join(f"{key} {header[key]}" for key in ("device", "torch", "commit", "date", "inner", "size", "threads"))
     )

@@ -15,38 +15,19 @@ A copy's hidden share is the part of its time in which a kernel runs. JSON goes 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import json
 import pathlib
 import sys
-import tempfile
 from typing import Any
 
 import torch
-from _measure import GIB, conditions, format_columns
-from bench_memory import (
-    ORDER,
-    Bench,
-    Row,
-    compile_and_warm_up,
-    failing_alone,
-    fill_in_ratios,
-    format_rows,
-    measure_memory_and_error,
-    parse_arguments,
-    time_rounds,
-)
-from variants import VARIANTS, Forward, Variant, patched
+from bench_memory import Bench, Row, parse_arguments, run
+from measure import GIB, format_columns, trace_events, write
+from ways import Forward, Way, patched
 
 import aot_hooks
 from aot_hooks.graphs.speeds import measured_rates
-
-DEFAULT = (
-    "stock,ours_offload,ours_offload_all,ours_float8_rowwise,ours_float8_offload,ours_int8_offload,save_on_cpu,"
-    "inductor_offload"
-)
-
 
 TITLES = {
     "stock": "`torch.compile`",
@@ -91,6 +72,12 @@ class OffloadRow:
         return (self.to_host.hidden_ms + self.to_device.hidden_ms) / total if total else None
 
 
+DEFAULT = (
+    "stock,ours_offload,ours_offload_all,ours_float8_rowwise,ours_float8_offload,ours_int8_offload,save_on_cpu,"
+    "inductor_offload"
+)
+
+
 def planned(row: OffloadRow, function: Any) -> None:
     for plan in aot_hooks.last_plans(function):
         for t in plan.transfers:
@@ -119,18 +106,15 @@ def format_timeline(events: list[dict[str, Any]], least_ms: float = 0.2) -> str:
     return "\n".join([text for _, text in sorted(lines)] + [f"{(last['ts'] + last['dur'] - begin) / 1e3:9.2f}  end"])
 
 
-def profiled(bench: Bench, variant: Variant, function: Forward, row: OffloadRow, timeline: bool) -> None:
+def profiled(bench: Bench, way: Way, function: Forward, row: OffloadRow, timeline: bool) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with patched(variant):
-        bench.step(variant, function)
+    with patched(way):
+        bench.step(way, function)
         bench.synchronize()
         with torch.profiler.profile(activities=activities) as profile:
-            bench.step(variant, function)
+            bench.step(way, function)
             bench.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+    events = trace_events(profile)
     read_trace(events, row)
     if timeline:
         print(f"\n{row.name}, milliseconds from the first kernel:\n{format_timeline(events)}")
@@ -206,68 +190,24 @@ def main(arguments: list[str] | None = None) -> int:
     if "--table" in arguments:
         print(format_markdown(json.loads(pathlib.Path(arguments[arguments.index("--table") + 1]).read_text())))
         return 0
-    if "--variants" not in arguments:
-        arguments += ["--variants", DEFAULT]
-    timelines: list[str] = []  # variants whose copies and pauses are listed
-    if "--timeline" in arguments:
-        place = arguments.index("--timeline")
-        timelines = arguments[place + 1].split(",")
-        del arguments[place : place + 2]
-    options = parse_arguments(arguments)
+    options = parse_arguments(arguments, DEFAULT)
     bench = Bench(options)
-    header = conditions(
-        bench.device,
-        layers=options.layers,
-        shape=list(bench.x.shape),
-        dtype="bfloat16",
-        inner=options.inner,
-        rounds=options.rounds,
-        order=ORDER,
-        rates=dataclasses.asdict(measured_rates(bench.device)),
-    )
-    print(json.dumps(header), flush=True)
-    eager = VARIANTS["eager"]
-    bench.step(eager, eager.compile(bench.stack, options.inner))
-    reference = tuple(gradient.clone() for gradient in bench.gradients())
-
-    rows = [Row(name) for name in options.names]
     offload_rows: list[OffloadRow] = []
-    compiled: list[tuple[Variant, Forward, Row]] = []
-    for row in rows:
-        variant = VARIANTS[row.name]
-        with failing_alone(row, options.verbose):
-            function = compile_and_warm_up(bench, variant, row, None)
-            compiled.append((variant, function, row))
-        bench.clear()
-        gc.collect()
-        print(
-            f"{row.name}: {row.error or f'ready, compiled in {row.compile_s or 0:.1f} s'}", file=sys.stderr, flush=True
-        )
 
-    time_rounds(bench, compiled, options.rounds, options.verbose)
-    for variant, function, row in compiled:
-        with failing_alone(row, options.verbose):
-            measure_memory_and_error(bench, variant, function, row, reference)
-            offload_row = OffloadRow(row.name)
-            if variant.backend == "aot_hooks":
-                planned(offload_row, function)
-            if bench.device.type == "cuda":
-                profiled(bench, variant, function, offload_row, row.name in timelines)
-            offload_rows.append(offload_row)
-    fill_in_ratios(rows)
-    stats = aot_hooks.offload_stats()
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {
-            "header": header,
-            "rows": [dataclasses.asdict(row) for row in rows],
-            "offload": [dataclasses.asdict(r) | {"hidden_share": r.hidden_share} for r in offload_rows],
-            "host_memory": stats,
-        }
-        options.json.write_text(json.dumps(result, indent=1))
-    print("\n" + format_rows(rows))
+    def looked_at(way: Way, function: Forward, row: Row) -> None:
+        offload_row = OffloadRow(row.name)
+        if way.backend == "aot_hooks":
+            planned(offload_row, function)
+        if bench.device.type == "cuda":
+            profiled(bench, way, function, offload_row, row.name in options.timeline.split(","))
+        offload_rows.append(offload_row)
+
+    result = run(bench, options, looked_at, rates=dataclasses.asdict(measured_rates(bench.device)))
+    result["offload"] = [dataclasses.asdict(row) | {"hidden_share": row.hidden_share} for row in offload_rows]
+    result["host_memory"] = aot_hooks.offload_stats()
+    write(options.json, result)
     print("\n" + format_offload(offload_rows))
-    print("\n" + json.dumps(stats))
+    print("\n" + json.dumps(result["host_memory"]))
     return 0
 
 

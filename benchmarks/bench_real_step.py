@@ -30,7 +30,7 @@ import time
 from typing import Any
 
 import torch
-from _measure import GIB, conditions, format_columns, measure_bytes
+from measure import GIB, conditions, format_columns, measure_bytes
 
 import aot_hooks
 

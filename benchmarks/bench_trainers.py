@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 import transformers
-from _measure import GIB, ROOT, conditions, format_columns
+from measure import GIB, ROOT, conditions, format_columns
 from torch import Tensor
 
 sys.path.append(str(ROOT / "examples"))

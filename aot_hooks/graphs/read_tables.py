@@ -9,7 +9,7 @@
 
 An operator in no table is unknown, and the tensors that it reads are not rounded. So a missing entry costs memory, and
 a wrong one costs exactness: ONLY_TESTS and SHAPE_ONLY are tested bitwise against the kernels, SMOOTH by torch's own
-operator database (benchmarks/bench_op_db.py).
+operator database (tests/support/op_db.py).
 """
 
 from __future__ import annotations

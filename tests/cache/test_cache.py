@@ -1,7 +1,7 @@
 """Graphs with hooks in torch's caches: who gets what is stored, what comes of what is damaged, and what is said of it.
 
-benchmarks/cache_rows.py has all rows of who gets what, in processes of their own; here are the few that tell most. Its
-entries are made once, in another process; each test has a copy, so that only what it changes is compiled again.
+cache_rows.py has all rows of who gets what, in processes of their own; here are the few that tell most. Its entries are
+made once, in another process; each test has a copy, so that only what it changes is compiled again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -18,13 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cache_rows
 import pytest
 import torch
-from torch.testing._internal.two_tensor import TwoTensor
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import cache_rows
 from cache_rows import Row
+from torch.testing._internal.two_tensor import TwoTensor
 
 import aot_hooks
 from aot_hooks.__main__ import main

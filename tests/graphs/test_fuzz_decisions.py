@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
 import fuzz_decisions
 import oracle
 import pytest
 import torch
+from results import CURRENT, reads_results
 
 import aot_hooks
 
-RESULT = pathlib.Path(__file__).parents[2] / "benchmarks/results/current/fuzz_decisions.cpu.json"
 NORM = (
     "a norm of rows that are constant, or zero but for one number: it divides by nearly nothing, so any rounding is "
     "lost in it, or happens to be none"
@@ -28,8 +27,9 @@ WORSE = {
 }  # fmt: skip
 
 
+@reads_results
 def test_the_committed_runs_have_five_thousand_programs_and_each_failure_a_reason() -> None:
-    found = json.loads(RESULT.read_text())
+    found = json.loads((CURRENT / "fuzz_decisions.cpu.json").read_text())
     seeds = [range(run["first"], run["first"] + run["count"]) for run in found["runs"]]
     assert len({seed for run in seeds for seed in run}) == sum(map(len, seeds))  # none counts twice
     assert found["programs"] == sum(run["programs"] for run in found["runs"]) >= 5000

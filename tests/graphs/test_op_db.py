@@ -1,17 +1,17 @@
 """A sample of torch's `op_db`: an operator's gradient under a lossy hook is no worse than in eager mode.
 
-All operators are run by benchmarks/bench_op_db.py, with all hooks.
+All operators are run by tests/support/op_db.py, with all hooks.
 """
 
 from __future__ import annotations
 
 import json
-import pathlib
 
 import op_programs
 import oracle
 import pytest
 import torch
+from results import CURRENT, reads_results
 
 # float32 after an activation: the backward computes the operator's input again from a rounded tensor
 ACTIVATED = (
@@ -87,7 +87,6 @@ def test_a_lifted_input_has_the_same_values_and_is_saved_as_an_intermediate() ->
     assert not torch.equal(activated.run(*activated.inputs), program.run(*program.inputs))
 
 
-RESULT = pathlib.Path(__file__).parents[2] / "benchmarks/results/current/op_db.cpu.json"
 # operators that the committed run found worse than the rule allows, and why that is so
 WORSE = {
     "nn_functional_gaussian_nll_loss": "Dynamo breaks the graph at its check of the variance, so it runs eagerly: "
@@ -95,8 +94,9 @@ WORSE = {
 }
 
 
+@reads_results
 def test_the_committed_run_covers_every_operator_and_its_failures_have_a_reason() -> None:
-    run = json.loads(RESULT.read_text())
+    run = json.loads((CURRENT / "op_db.cpu.json").read_text())
     found = run["summary"]
     assert found["operators_with_something_packed"] >= 450
     assert set(found["operators_by_dtype"]) == {"float32", "bfloat16"}

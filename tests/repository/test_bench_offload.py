@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from results import CURRENT, reads_results
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,10 +51,11 @@ def test_the_share_of_copies_beside_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert "pause   1.00" in timeline and "DtoH" in timeline and timeline.endswith("4.00  end")
 
 
+@reads_results
 def test_the_documented_table_is_what_the_committed_result_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it is not: python benchmarks/bench_offload.py --table benchmarks/results/current/offload.h200.json"""
     bench = load("benchmarks", "bench_offload", monkeypatch)
-    result = json.loads((ROOT / "benchmarks/results/current/offload.h200.json").read_text())
+    result = json.loads((CURRENT / "offload.h200.json").read_text())
     said = (ROOT / "docs" / "offload.md").read_text()
     assert bench.format_markdown(result) in said
     stock = next(row for row in result["rows"] if row["name"] == "stock")

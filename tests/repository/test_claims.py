@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from results import reads_results
 
 sys.path += [str(Path(__file__).resolve().parents[2] / folder) for folder in ("benchmarks", "examples")]
 import train_gpt
-from _measure import GIB, ROOT
+from measure import GIB, ROOT
 
+pytestmark = reads_results
 README = (ROOT / "README.md").read_text()
 COSTS = (ROOT / "docs" / "costs.md").read_text()
 COLUMNS = "| | ms | / stock | medians / stock | saved GiB | peak GiB | error of a weight gradient |"

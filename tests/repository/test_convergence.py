@@ -12,7 +12,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import convergence
-import convergence_report as report
+import convergence as report
 from train_gpt import GPT, Setting
 
 SMALLEST = "--device cpu --steps 6 --layers 1 --width 32 --heads 2 --sequence 16 --batch 2 --seeds 2".split()

@@ -51,7 +51,9 @@ def test_the_wheel_has_both_packages_whole_and_nothing_else(built: dict[str, set
 
 
 def test_the_source_distribution_has_what_its_tests_and_docs_need(built: dict[str, set[str]]) -> None:
-    assert files_of(*NEEDED) | set(FILES) <= built["sdist"]
+    results = {name for name in files_of("benchmarks") if name.startswith("benchmarks/results/")}
+    assert (files_of(*NEEDED) | set(FILES)) - results <= built["sdist"]
+    assert not any(name.startswith("benchmarks/results") for name in built["sdist"])
 
 
 def test_the_citation_has_the_version_of_the_package() -> None:

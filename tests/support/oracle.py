@@ -41,7 +41,7 @@ HOOKS: dict[str, aot_hooks.Hook] = {
     "cast": aot_hooks.cast(torch.bfloat16),
 }
 # Two of them for tests: one rounds relative to each value, one relative to a block, coarsely. Which reads may be
-# rounded does not depend on the hook. Committed runs of bench_op_db.py and fuzz_decisions.py have all four.
+# rounded does not depend on the hook. Committed runs of op_db.py and fuzz_decisions.py have all four.
 TWO_KINDS = ("float8", "int4")
 # The largest error of a value, from the docstrings of the hooks in aot_hooks/library: relative to the value for
 # float8 and cast, to the largest value of its block for int8 (1/250) and int4 (1/14 and 2**-4 of it), rounded up.

@@ -1,14 +1,14 @@
 """Gradients of every differentiable operator of torch's `op_db` under lossy hooks, held against eager mode.
 
-      python benchmarks/bench_op_db.py --workers 16 --out out/op_db.json
+      python tests/support/op_db.py --workers 16 --out out/op_db.json
 
 The programs are in tests/support/op_programs.py, the rule is in tests/support/oracle.py. Operators without a program
 are listed with the reason. Each worker is a process of its own: an operator that crashes or hangs it is a result too.
 Takes about 40 minutes of one core.
 
-      python benchmarks/bench_op_db.py --ops 'amax|softmax' --print     each verdict in words
-      python benchmarks/bench_op_db.py --magnitudes 1e-3 1e4            inputs of these sizes in place of about 1
-      python benchmarks/bench_op_db.py --hooks float8 int4              one relative to a value, one to a block
+      python tests/support/op_db.py --ops 'amax|softmax' --print     each verdict in words
+      python tests/support/op_db.py --magnitudes 1e-3 1e4            inputs of these sizes in place of about 1
+      python tests/support/op_db.py --hooks float8 int4              one relative to a value, one to a block
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from _measure import conditions
-
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
 import op_programs
+import torch
 from oracle import FACTOR, HOOKS, ROUNDOFF
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks"))
+from measure import conditions
 
 TIMEOUT = 120  # seconds for one operator in one dtype and form
 BROKEN = 2.0**-5  # relative difference of the compiled gradients from eager mode's, without hooks, that is noted

@@ -9,8 +9,8 @@ torch's AOTAutograd cache, which traces model and hooks anew, so a wrong hit sho
 they unpack by 1.5: the gradients of any two settings differ by far more than rounding. Renamed rows are run by stock
 torch as well (`backend="inductor"`, the hooks as GraphModules, which torch inlines).
 
-python benchmarks/cache_rows.py                       # all rows, about 15 minutes on two cores
-python benchmarks/cache_rows.py --only base renamed   # rows whose names begin so, and those they need
+python tests/support/cache_rows.py                       # all rows, about 15 minutes on two cores
+python tests/support/cache_rows.py --only base renamed   # rows whose names begin so, and those they need
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 from cache_programs import DEFAULTS, GRAPH_HOOKS, PROGRAM, ROWS, Row
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def run_row(row: Row, directory: str | pathlib.Path, *, stock: bool = False, **environment: str) -> dict[str, Any]:
@@ -141,7 +141,6 @@ def _capturing() -> dict[str, Any]:
     import io
     import logging
 
-    sys.path.append(str(ROOT / "tests" / "support"))
     from capture_simulator import Simulator
 
     import cudagraph
@@ -207,7 +206,9 @@ def main() -> int:
     print(f"{len(results)} rows, {wrong} not as expected")
     if options.json:
         import torch
-        from _measure import conditions
+
+        sys.path.append(str(ROOT / "benchmarks"))
+        from measure import conditions
 
         data = conditions(torch.device("cpu"), rows=results)
         options.json.write_text(json.dumps(data, indent=1) + "\n")
