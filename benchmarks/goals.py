@@ -138,263 +138,244 @@ def of_models(key: str, base: str, *, off: bool = False) -> Callable[[Any], floa
     return value
 
 
-def of_batch(result: Any, model: str, size: int) -> dict[str, Any]:
-    """The row of a model at a batch size."""
-    return {(row["model"], row.get("batch")): row for row in result["rows"]}[model, size]
+def of_batch(model: str, size: int, key: str) -> Callable[[Any], float]:
+    """`key` of the row of a model at a batch size."""
+    return lambda result: float({(r["model"], r.get("batch")): r for r in result["rows"]}[model, size][key])
 
 
-F8, BLOCKS = "ours_float8_rowwise", "the stack's step over stock's"
-GOALS = (
-    Goal(f"float8 rowwise: {BLOCKS}", "memory.h200", row(F8, "ratio_to_stock"), 1.02),
-    Goal("float8 rowwise: GiB at the peak of a step", "memory.h200", gib(F8, "peak_bytes"), 6.6),
-    *(
-        goal
-        for hook, name in (
-            ("int8(64)", "ours_int8"),
-            ("int8(128)", "ours_int8_128"),
-            ("int8(128, power of two)", "ours_int8_128_power"),
-            ("int8(32, power of two)", "ours_int8_32_power"),
-            ("int8(16, power of two)", "ours_int8_16_power"),
+def of_rows(value: Callable[[dict[str, dict[str, Any]]], float], by: str = "row") -> Callable[[Any], float]:
+    """`value` of the rows of a result, by name."""
+    return lambda result: float(value(named(result["rows"], by)))
+
+
+def mlp_over_trees(depth: int) -> Callable[[Any], float]:
+    def value(result: Any) -> float:
+        rows = [row for row in result["rows"] if row["model"] == f"mlp {depth}"]
+        return max(float(row["ratio_to_torch_trees"]["whole"]) for row in rows)
+
+    return value
+
+
+def packed_share(rows: dict[str, dict[str, Any]]) -> float:
+    metrics = rows["float8_training_packed"]["metrics"]
+    return float(metrics["aot_hooks/packed_mib"] / metrics["aot_hooks/saved_mib"])
+
+
+def goals(kind: str, *table: tuple[str, Callable[[Any], float], float], at_least: bool = False) -> list[Goal]:
+    """The goals of one kind of result: text, value, and what it must be at most, or at least."""
+    return [Goal(text, kind, value, limit, at_least) for text, value, limit in table]
+
+
+F8, BLOCKS, STEP = "ours_float8_rowwise", "the stack's step over stock's", "step over stock's"
+EIGHT_BITS = {
+    "float8 rowwise": F8,
+    "int8(64)": "ours_int8",
+    "int8(128)": "ours_int8_128",
+    "int8(128, power of two)": "ours_int8_128_power",
+    "int8(32, power of two)": "ours_int8_32_power",
+    "int8(16, power of two)": "ours_int8_16_power",
+}
+ERRORS = {
+    "int8(64)": 0.015,
+    "int8(128, power of two)": 0.015,
+    "int8(32, power of two)": 0.015,
+    "int8(16, power of two)": 0.015,
+    "float8(e4m3fn, rowwise)": 0.015,
+    "int4(32, stochastic)": 0.2,
+}
+CAPTURED = {  # by kind of result: the loss, and the row's model
+    "cudagraph_stack.h200": ("an eager loss", "Llama-shaped stack"),
+    "cudagraph_stack_adamw.h200": ("an eager loss and AdamW", "Llama-shaped stack, AdamW"),
+    "cudagraph_stack_compiled.h200": ("its loss", "Llama-shaped stack, loss compiled"),
+}
+BUDGETS = (  # what, kind of result, row, GiB, step over stock's
+    ("budget, 4 layers", "budget_4_layers.h200", "3.5GiB", 3.5, 1.03),
+    ("exact budget, 4 layers", "budget.h200", "5.2GiB", 5.2, 1.04),
+    ("budget, 16 layers", "budget_16_layers.h200", "8.3GiB", 8.3, 1.02),
+    ("exact budget, 16 layers", "budget_16_layers.h200", "12GiB", 12, 1.06),
+    ("exact budget, 16 layers", "budget_16_layers.h200", "10.2GiB", 10.2, 1.12),
+)
+PARALLEL = {"FSDP2": "distributed_fsdp", "tensor parallel": "distributed_tp", "DDP": "distributed_ddp"}
+OFFLOADED = "offload(then=float8)"
+MODELS = "budgets of a Llama, a ViT, a T5"
+
+
+def _one_gpu() -> list[Goal]:
+    found = []
+    for hook, name in EIGHT_BITS.items():
+        step, peak = row(name, "ratio_to_stock"), gib(name, "peak_bytes")
+        found += goals(
+            "memory.h200", (f"{hook}: {BLOCKS}", step, 1.02), (f"{hook}: GiB at the peak of a step", peak, 6.6)
         )
-        for goal in (
-            Goal(f"{hook}: {BLOCKS}", "memory.h200", row(name, "ratio_to_stock"), 1.02),
-            Goal(f"{hook}: GiB at the peak of a step", "memory.h200", gib(name, "peak_bytes"), 6.6),
-        )
-    ),
-    Goal(f"the fastest of these: {BLOCKS}", "memory.h200", best_of_8_bits, 1.01),
-    Goal("float8 rowwise: compile time over stock's", "compile.h200", lambda r: float(r["ratio"]), 1.10),
-    *(
-        Goal(f"{hook}: error of gradients, {data}", "errors.cpu", error(hook, data), limit)
-        for hook, limit in (
-            ("int8(64)", 0.015),
-            ("int8(128, power of two)", 0.015),
-            ("int8(32, power of two)", 0.015),
-            ("int8(16, power of two)", 0.015),
-            ("float8(e4m3fn, rowwise)", 0.015),
-            ("int4(32, stochastic)", 0.2),
-        )
-        for data in ("normal", "outliers")
-    ),
-    *(
-        Goal(
-            f"slowest {'random' if random else 'other'} kernel over a copy, rows of {columns}", "kernels.h200",
-            slowest(columns, random=random), 0.8, at_least=True,
-        )
-        for columns in (4096, 14336)
-        for random in (False, True)
-    ),
-    *(
-        goal
-        # seconds of the clock, except on the CPU, where results come from machines with other work
-        for on, clock in (("CPU", "cpu_s"), ("H200", "wall_s"))
-        for goal in (
-            Goal(
-                f"cold over warm start, {on}", f"warm_start.{on.lower()}",
-                lambda r, clock=clock: float(r[f"cold_over_warm_{clock}"]["aot_hooks"]), 5, at_least=True,
+    found += goals("memory.h200", (f"the fastest of these: {BLOCKS}", best_of_8_bits, 1.01))
+    found += goals("compile.h200", ("float8 rowwise: compile time over stock's", lambda r: float(r["ratio"]), 1.10))
+    for hook, limit in ERRORS.items():
+        for data in ("normal", "outliers"):
+            found += goals("errors.cpu", (f"{hook}: error of gradients, {data}", error(hook, data), limit))
+    for columns in (4096, 14336):
+        for random in (False, True):
+            text = f"slowest {'random' if random else 'other'} kernel over a copy, rows of {columns}"
+            found += goals("kernels.h200", (text, slowest(columns, random=random), 0.8), at_least=True)
+    # seconds of the clock, except on the CPU, where results come from machines with other work
+    for on, clock in (("CPU", "cpu_s"), ("H200", "wall_s")):
+        kind, cold, warm = f"warm_start.{on.lower()}", f"cold_over_warm_{clock}", f"warm_over_stock_warm_{clock}"
+        ours = (f"cold over warm start, {on}", lambda r, cold=cold: float(r[cold]["aot_hooks"]), 5)
+        found += goals(kind, ours, at_least=True)
+        found += goals(kind, (f"warm start over stock's, {on}", lambda r, warm=warm: float(r[warm]), 1.1))
+    return found
+
+
+def over_trees(part: str, i: int) -> Callable[[Any], float]:
+    """The ratio to torch's trees of a row of bench_cudagraph_host.py: of its "calls", or of its "training"."""
+    return lambda result: float(result[part][i]["ratio_to_torch_trees"])
+
+
+def _cuda_graphs() -> list[Goal]:
+    found, host = [], "cudagraph_host.h200"
+    for i, (size, limit) in enumerate(((2, 0.5), (16, 0.5), (200, 0.55))):
+        text = f"a call's host time over torch's trees, {size} parameters"
+        found += goals(host, (text, over_trees("calls", i), limit))
+    for i, size in enumerate((2, 16, 200)):
+        found += goals(host, (f"the tree's own part over that of torch's, {size} parameters", own_part(i), 0.2))
+    for i, depth in enumerate((4, 24)):
+        found += goals(host, (f"a training step of {depth} layers over torch's trees", over_trees("training", i), 0.7))
+    for kind, (loss, model) in CAPTURED.items():
+        text = f"float8 and {loss} with CUDA graphs"
+        found += goals(kind, (f"{text}: step over that without", of_graphs("step_ms", model), 1.0))
+        found += goals(kind, (f"{text}: reserved memory likewise", of_graphs("reserved_bytes", model), 1.05))
+    expandable = of_graphs("reserved_bytes", "Llama-shaped stack, loss compiled")
+    text = "the same with expandable segments: reserved memory"
+    found += goals("cudagraph_stack_expandable.h200", (text, expandable, 1.05))
+    for depth, limit in ((4, 0.25), (24, 0.55)):
+        text = f"a whole step of an MLP of {depth} layers as one graph, over torch's trees"
+        found += goals("whole_step.h200", (text, mlp_over_trees(depth), limit))
+    for model in ("GPT2", "ViT"):
+        for size in (1, 8):
+            text = f"a whole step of {model} at batch {size}, over torch's trees"
+            found += goals("whole_step.h200", (text, of_batch(model, size, "ratio_to_torch_trees"), 0.9))
+    text = "a whole step of GPT2, its loss eager, with AdamW: reserved memory over that without graphs"
+    found += goals("whole_step.h200", (text, of_batch("GPT2, memory", 8, "ratio"), 1.02))
+    for kind, programs, different, count in (
+        ("fuzz.h200", "fuzzed programs with CUDA graphs", "of these, with other results than eager mode", 10_000),
+        (
+            "fuzz_whole_step.cpu",
+            "fuzzed programs on the simulator, with whole steps",
+            "of these, with other results",
+            20_000,
+        ),
+        (
+            "fuzz_whole_step.h200",
+            "fuzzed training programs as whole steps on CUDA",
+            "of these training programs, with other results",
+            5_000,
+        ),
+    ):
+        found += goals(kind, (programs, lambda r: float(r["programs"]), count), at_least=True)
+        found += goals(kind, (different, lambda r: float(r["different"]), 0))
+    return found
+
+
+def _budgets() -> list[Goal]:
+    found = []
+    for what, kind, name, most_gib, ratio in BUDGETS:
+        found += goals(kind, (f"{what}, {name}: GiB at the peak of a step", gib(name, "peak_bytes"), most_gib))
+        found += goals(kind, (f"{what}, {name}: {STEP}", row(name, "ratio"), ratio))
+    return [
+        *found,
+        *goals(
+            "budget.h200",
+            (
+                "budgets: measured peak against predicted, share",
+                budgets(lambda r: float(abs(r["peak_bytes"] / r["predicted_peak_bytes"] - 1))),
+                0.03,
             ),
-            Goal(
-                f"warm start over stock's, {on}", f"warm_start.{on.lower()}",
-                lambda r, clock=clock: float(r[f"warm_over_stock_warm_{clock}"]), 1.1,
+            (
+                "budgets: measured step against predicted, of stock's",
+                budgets(lambda r: float(abs(r["ratio"] - r["predicted_ratio"]))),
+                0.02,
             ),
-        )
-    ),
-    *(
-        Goal(
-            f"a call's host time over torch's trees, {size} parameters", "cudagraph_host.h200",
-            lambda r, i=i: float(r["calls"][i]["ratio_to_torch_trees"]), limit,
-        )
-        for i, (size, limit) in enumerate(((2, 0.5), (16, 0.5), (200, 0.55)))
-    ),
-    *(
-        Goal(f"the tree's own part over that of torch's, {size} parameters", "cudagraph_host.h200", own_part(i), 0.2)
-        for i, size in enumerate((2, 16, 200))
-    ),
-    *(
-        Goal(
-            f"a training step of {depth} layers over torch's trees", "cudagraph_host.h200",
-            lambda r, i=i: float(r["training"][i]["ratio_to_torch_trees"]), 0.7,
-        )
-        for i, depth in enumerate((4, 24))
-    ),
-    *(
-        goal
-        for kind, model, loss in (
-            ("cudagraph_stack.h200", "Llama-shaped stack", "an eager loss"),
-            ("cudagraph_stack_adamw.h200", "Llama-shaped stack, AdamW", "an eager loss and AdamW"),
-            ("cudagraph_stack_compiled.h200", "Llama-shaped stack, loss compiled", "its loss"),
-        )
-        for goal in (
-            Goal(
-                f"float8 and {loss} with CUDA graphs: step over that without", kind,
-                of_graphs("step_ms", model), 1.0,
+            ("budgets: peers below the frontier", lambda r: float(len(r["peers_below_the_frontier"])), 0),
+        ),
+        *goals(
+            "budget_models.h200",
+            (f"{MODELS}: measured peak over the budget", of_models("peak_bytes", "budget_bytes"), 1.0),
+            (
+                f"{MODELS}: measured peak against predicted, share",
+                of_models("peak_bytes", "predicted_peak_bytes", off=True),
+                0.03,
             ),
-            Goal(
-                f"float8 and {loss} with CUDA graphs: reserved memory likewise", kind,
-                of_graphs("reserved_bytes", model), 1.05,
+            (f"{MODELS}: error of gradients", lambda r: most(float(row["error"]) for row in r["rows"]), 0.05),
+            (f"{MODELS}: step over predicted", of_models("ratio", "predicted_ratio"), 1.02),
+        ),
+    ]
+
+
+def _offload() -> list[Goal]:
+    found = goals("offload.h200", ("offload: GiB sent", offloaded("planned_bytes", GIB), 2.2), at_least=True)
+    found += goals("offload.h200", (f"offload: {BLOCKS}", row("ours_offload", "ratio_to_stock"), 1.03))
+    hidden = ("offload: share of copy time hidden", offloaded("hidden_share"), 0.9)
+    found += goals("offload.h200", hidden, at_least=True)
+    for name in ("float8", "int8"):
+        way = f"ours_{name}_offload"
+        text = f"{name}, then offload"
+        found += goals(
+            "offload.h200",
+            (f"{text}: saved GiB on the device", gib(way, "after_forward_bytes"), 3.0),
+            (f"{text}: {BLOCKS}", row(way, "ratio_to_stock"), 1.04),
+        )
+    return found
+
+
+def _processes() -> list[Goal]:
+    found: list[Goal] = []
+    for how, kind in PARALLEL.items():
+        found += goals(
+            f"{kind}.h200",
+            (f"{how}, two GPUs, float8: {STEP}", of_row("float8", "ms", "stock"), 1.02),
+            (f"{how}, two GPUs, float8, then offload: {STEP}", of_row(OFFLOADED, "ms", "stock"), 1.03),
+        )
+    for how in ("FSDP2", "tensor parallel"):
+        found += goals(
+            f"{PARALLEL[how]}_pointwise.h200",
+            (f"{how}, recompute_pointwise, float8: {STEP}", of_row("float8 again", "ms", "stock"), 1.02),
+            (
+                f"{how}, recompute_pointwise, float8: saved over stock's",
+                of_row("float8 again", "saved_gib", "stock"),
+                0.5,
             ),
-        )
-    ),
-    Goal(
-        "the same with expandable segments: reserved memory", "cudagraph_stack_expandable.h200",
-        of_graphs("reserved_bytes", "Llama-shaped stack, loss compiled"), 1.05,
-    ),
-    *(
-        Goal(
-            f"a whole step of an MLP of {depth} layers as one graph, over torch's trees", "whole_step.h200",
-            lambda r, name=f"mlp {depth}": max(
-                row["ratio_to_torch_trees"]["whole"] for row in r["rows"] if row["model"] == name
-            ), limit,
-        )
-        for depth, limit in ((4, 0.25), (24, 0.55))
-    ),
-    *(
-        Goal(
-            f"a whole step of {model} at batch {size}, over torch's trees", "whole_step.h200",
-            lambda r, model=model, size=size: float(of_batch(r, model, size)["ratio_to_torch_trees"]), 0.9,
-        )
-        for model in ("GPT2", "ViT")
-        for size in (1, 8)
-    ),
-    Goal(
-        "a whole step of GPT2, its loss eager, with AdamW: reserved memory over that without graphs", "whole_step.h200",
-        lambda r: float(of_batch(r, "GPT2, memory", 8)["ratio"]), 1.02,
-    ),
-    Goal("fuzzed programs with CUDA graphs", "fuzz.h200", lambda r: float(r["programs"]), 10_000, at_least=True),
-    Goal("of these, with other results than eager mode", "fuzz.h200", lambda r: float(r["different"]), 0),
-    Goal(
-        "fuzzed programs on the simulator, with whole steps", "fuzz_whole_step.cpu", lambda r: float(r["programs"]),
-        20_000, at_least=True,
-    ),
-    Goal("of these, with other results", "fuzz_whole_step.cpu", lambda r: float(r["different"]), 0),
-    Goal(
-        "fuzzed training programs as whole steps on CUDA", "fuzz_whole_step.h200", lambda r: float(r["programs"]),
-        5_000, at_least=True,
-    ),
-    Goal("of these training programs, with other results", "fuzz_whole_step.h200", lambda r: float(r["different"]), 0),
-    *(
-        goal
-        for what, kind, name, limit, ratio in (
-            ("budget, 4 layers", "budget_4_layers.h200", "3.5GiB", 3.5, 1.03),
-            ("exact budget, 4 layers", "budget.h200", "5.2GiB", 5.2, 1.04),
-            ("budget, 16 layers", "budget_16_layers.h200", "8.3GiB", 8.3, 1.02),
-            ("exact budget, 16 layers", "budget_16_layers.h200", "12GiB", 12, 1.06),
-            ("exact budget, 16 layers", "budget_16_layers.h200", "10.2GiB", 10.2, 1.12),
-        )
-        for goal in (
-            Goal(f"{what}, {name}: GiB at the peak of a step", kind, gib(name, "peak_bytes"), limit),
-            Goal(f"{what}, {name}: step over stock's", kind, row(name, "ratio"), ratio),
-        )
-    ),
-    Goal(
-        "budgets: measured peak against predicted, share", "budget.h200",
-        budgets(lambda r: float(abs(r["peak_bytes"] / r["predicted_peak_bytes"] - 1))), 0.03,
-    ),
-    Goal(
-        "budgets: measured step against predicted, of stock's", "budget.h200",
-        budgets(lambda r: float(abs(r["ratio"] - r["predicted_ratio"]))), 0.02,
-    ),
-    Goal(
-        "budgets: peers below the frontier", "budget.h200", lambda r: float(len(r["peers_below_the_frontier"])), 0,
-    ),
-    Goal(
-        "budgets of a Llama, a ViT, a T5: measured peak over the budget", "budget_models.h200",
-        of_models("peak_bytes", "budget_bytes"), 1.0,
-    ),
-    Goal(
-        "budgets of a Llama, a ViT, a T5: measured peak against predicted, share", "budget_models.h200",
-        of_models("peak_bytes", "predicted_peak_bytes", off=True), 0.03,
-    ),
-    Goal(
-        "budgets of a Llama, a ViT, a T5: error of gradients", "budget_models.h200",
-        lambda result: most(float(r["error"]) for r in result["rows"]), 0.05,
-    ),
-    Goal(
-        "budgets of a Llama, a ViT, a T5: step over predicted", "budget_models.h200",
-        of_models("ratio", "predicted_ratio"), 1.02,
-    ),
-    Goal("offload: GiB sent", "offload.h200", offloaded("planned_bytes", GIB), 2.2, at_least=True),
-    Goal(f"offload: {BLOCKS}", "offload.h200", row("ours_offload", "ratio_to_stock"), 1.03),
-    Goal("offload: share of copy time hidden", "offload.h200", offloaded("hidden_share"), 0.9, at_least=True),
-    *(
-        goal
-        for name in ("float8", "int8")
-        for goal in (
-            Goal(
-                f"{name}, then offload: saved GiB on the device", "offload.h200",
-                gib(f"ours_{name}_offload", "after_forward_bytes"), 3.0,
-            ),
-            Goal(
-                f"{name}, then offload: {BLOCKS}", "offload.h200",
-                row(f"ours_{name}_offload", "ratio_to_stock"), 1.04,
-            ),
-        )
-    ),
-    *(
-        goal
-        for how, kind in (
-            ("FSDP2", "distributed_fsdp.h200"), ("tensor parallel", "distributed_tp.h200"),
-            ("DDP", "distributed_ddp.h200"),
-        )
-        for goal in (
-            Goal(f"{how}, two GPUs, float8: step over stock's", kind, of_row("float8", "ms", "stock"), 1.02),
-            Goal(
-                f"{how}, two GPUs, float8, then offload: step over stock's", kind,
-                of_row("offload(then=float8)", "ms", "stock"), 1.03,
-            ),
-        )
-    ),
-    *(
-        goal
-        for how, kind in (
-            ("FSDP2", "distributed_fsdp_pointwise.h200"), ("tensor parallel", "distributed_tp_pointwise.h200"),
-        )
-        for goal in (
-            Goal(
-                f"{how}, recompute_pointwise, float8: step over stock's", kind,
-                of_row("float8 again", "ms", "stock"), 1.02,
-            ),
-            Goal(
-                f"{how}, recompute_pointwise, float8: saved over stock's", kind,
-                of_row("float8 again", "saved_gib", "stock"), 0.5,
-            ),
-            Goal(
-                f"{how}, recompute_pointwise, float8, then offload: step over stock's", kind,
-                of_row("offload(then=float8) again", "ms", "stock"), 1.03,
+            (
+                f"{how}, recompute_pointwise, float8, then offload: {STEP}",
+                of_row(f"{OFFLOADED} again", "ms", "stock"),
+                1.03,
             ),
         )
-    ),
-    Goal(
-        "FSDP2, two GPUs, float8, then offload: GiB sent", "distributed_fsdp.h200",
-        lambda result: named(result["rows"], by="row")["offload(then=float8)"]["sent_gib"], 3.9, at_least=True,
-    ),
-    Goal(  # one graph of a rank's layers sent 2.98 GiB on two H100s (2026-11-27-a091e02)
-        "tensor parallel, recompute_pointwise, float8, then offload: GiB sent", "distributed_tp_pointwise.h200",
-        lambda result: named(result["rows"], by="row")["offload(then=float8) again"]["sent_gib"], 2.09, at_least=True,
-    ),
-    Goal(
-        "FSDP2, two GPUs: measured peak over the budget", "distributed_fsdp.h200",
-        of_row("budget", "peak_gib", "budget", "budget_gib"), 1.0,
-    ),
-    Goal(
-        "FSDP2, two GPUs: measured peak over the predicted", "distributed_fsdp.h200",
-        of_row("budget", "peak_gib", "budget", "predicted_gib"), 1.03,
-    ),
-    Goal(
-        "FSDP2, two GPUs, CUDA graphs, which give up: step over stock's", "distributed_budget.h100",
-        of_row("cudagraphs", "ms", "stock"), 1.0,
-    ),
-    Goal(
-        "torchao's float8 training, packed: step over torchao's", "trainers_torchao.h200",
-        of_row("float8_training_packed", "median_ms", "float8_training"), 1.02,
-    ),
-    Goal(
-        "torchao's float8 training, packed: bytes over those saved", "trainers_torchao.h200",
-        lambda result: (
-            (packed := named(result["rows"])["float8_training_packed"]["metrics"])["aot_hooks/packed_mib"]
-            / packed["aot_hooks/saved_mib"]
-        ), 0.55,
-    ),
-)  # fmt: skip
+    sent, fsdp = of_rows(lambda rows: rows[OFFLOADED]["sent_gib"]), "distributed_fsdp.h200"
+    found += goals(fsdp, ("FSDP2, two GPUs, float8, then offload: GiB sent", sent, 3.9), at_least=True)
+    # one graph of a rank's layers sent 2.98 GiB on two H100s (2026-11-27-a091e02)
+    sent = of_rows(lambda rows: rows[f"{OFFLOADED} again"]["sent_gib"])
+    text = "tensor parallel, recompute_pointwise, float8, then offload: GiB sent"
+    found += goals("distributed_tp_pointwise.h200", (text, sent, 2.09), at_least=True)
+    over = "FSDP2, two GPUs: measured peak over the"
+    found += goals(
+        fsdp,
+        (f"{over} budget", of_row("budget", "peak_gib", "budget", "budget_gib"), 1.0),
+        (f"{over} predicted", of_row("budget", "peak_gib", "budget", "predicted_gib"), 1.03),
+    )
+    captured = ("FSDP2, two GPUs, CUDA graphs, which give up: " + STEP, of_row("cudagraphs", "ms", "stock"), 1.0)
+    torchao = "torchao's float8 training, packed"
+    packed = of_row("float8_training_packed", "median_ms", "float8_training")
+    return [
+        *found,
+        *goals("distributed_budget.h100", captured),
+        *goals(
+            "trainers_torchao.h200",
+            (f"{torchao}: step over torchao's", packed, 1.02),
+            (f"{torchao}: bytes over those saved", of_rows(packed_share, by="name"), 0.55),
+        ),
+    ]
+
+
+GOALS = (*_one_gpu(), *_cuda_graphs(), *_budgets(), *_offload(), *_processes())
 
 
 def header(result: dict[str, Any]) -> dict[str, Any]:

@@ -271,14 +271,13 @@ class Part:
         return [sys.executable, *(a.format(json=json_path, out=out) for a in shlex.split(self.command))]
 
 
-_STACK = '--only stack --steps 8 --warmup 4 --variants "stock,float8,float8 reduce-overhead,float8 cudagraphs"'
+_STACK = '--steps 8 --warmup 4 --variants "stock,float8,float8 reduce-overhead,float8 cudagraphs"'
 _LONG = "--inner aten --limit-gib 4 --layers 4 --width 2048 --start 8192"
 # What tells most for its time stands first.
 PARTS = (
     Part("tests", 240, "-m pytest -m gpu -v -n 8 --dist loadfile -p no:cacheprovider tests"),
     Part("host", 120, "benchmarks/bench_cudagraph_host.py --json {json}"),
-    Part("stack", 150, f"benchmarks/bench_cudagraph_models.py {_STACK} --json {{json}}"),
-    Part("models", 90, "benchmarks/bench_cudagraph_models.py --only hf --layers 1 --steps 15 --warmup 5 --json {json}"),
+    Part("stack", 150, f"benchmarks/bench_cudagraph_stack.py {_STACK} --json {{json}}"),
     Part("fuzz", 360, "tests/support/fuzz_cudagraph.py --device cuda --count 10000 --reset-every 100"),
     Part("memory", 240, "benchmarks/bench_memory.py --json {json}"),
     Part("compile", 90, "benchmarks/bench_compile.py --repeats 3 --json {json}"),

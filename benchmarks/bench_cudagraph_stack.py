@@ -1,17 +1,14 @@
-"""How much of real models is captured, and what it is worth: CUDA graph trees in training.
+"""What CUDA graphs are worth in training: the Llama-shaped stack, with float8 hooks without and with captures.
 
-    five models of `transformers`   x   stock, reduce-overhead, cudagraph_tree      pieces, skips, ms a step, gradients
-    the Llama-shaped stack          x   float8 hooks, without and with cudagraphs   ms a step, GiB reserved at the peak
-    the same with its loss compiled along; both with AdamW, too, if asked for
+    its loss eager, or compiled along; with AdamW if asked for        ms a step, GiB reserved at the peak, gradients
 
-Each row is compiled and timed in its own turn, those of the stack each in a process of its own: gaps that one leaves in
-the allocator's segments would be memory of the next. Times are of whole steps (forward, loss, backward), synchronized
-at the end of each round. Random numbers are eager's (`fallback_random`), so that gradients can be compared: against
-stock Inductor's, at the same seed. Memory is what the allocator has reserved, because a graph's pool is reserved as
-long as the graph lives, used or not: a loss that runs eagerly can't use it and needs its memory beside it.
+Each row has a process of its own: gaps that one leaves in the allocator's segments would be memory of the next. Times
+are of whole steps (forward, loss, backward), synchronized. Random numbers are eager's (`fallback_random`), so that
+gradients can be compared: with stock Inductor's, at the same seed. Memory is what the allocator has reserved, because a
+graph's pool is reserved as long as the graph lives: a loss that runs eagerly can't use it and needs its own.
 
-    python benchmarks/bench_cudagraph_models.py --json PATH                 # CUDA, 20 GiB, some minutes of compiling
-    python benchmarks/bench_cudagraph_models.py --only hf --device cpu --layers 1 --inner aten   # captures nothing
+    python benchmarks/bench_cudagraph_stack.py --json PATH                  # CUDA, 20 GiB, some minutes of compiling
+    python benchmarks/bench_cudagraph_stack.py --small --device cpu --inner aten                     # captures nothing
 """
 
 from __future__ import annotations
@@ -39,11 +36,7 @@ from ways import own_code
 import aot_hooks
 import cudagraph
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
-import hf_finetune
-
-HF_VARIANTS = ("stock", "reduce-overhead", "cudagraph_tree")
-STACK_VARIANTS = ("stock", "reduce-overhead", "float8", "float8 reduce-overhead", "float8 cudagraphs")
+VARIANTS = ("stock", "reduce-overhead", "float8", "float8 reduce-overhead", "float8 cudagraphs")
 STACK = "Llama-shaped stack"
 WRONG_GRADIENT = 2e-2  # relative, of float32 in another order through a few layers; 0 is expected of the same kernels
 
@@ -133,71 +126,20 @@ def compile_for(variant: str, function: Any, inner: str) -> Any:
         return torch.compile(own, **stock)
     if variant == "reduce-overhead":
         return torch.compile(own, mode=variant)
-    if variant == "cudagraph_tree":
-        return torch.compile(own, backend=cudagraph.cudagraph_tree, options={"inner": inner})
     if variant == "float8 reduce-overhead":
         return torch.compile(own, backend="aot_hooks", mode="reduce-overhead")
     options = {"inner": inner, "cudagraphs": variant.endswith("cudagraphs")}
     return torch.compile(own, backend="aot_hooks", options=options)
 
 
-def chosen(variants: tuple[str, ...], options: argparse.Namespace) -> list[str]:
-    asked = options.variants.split(",") if options.variants else variants
-    return [v for v in variants if v in asked and (options.inner == "inductor" or "reduce-overhead" not in v)]
-
-
-def hf_rows(name: str, options: argparse.Namespace) -> tuple[list[Row], str]:
-    """A row a variant, and what `cudagraph.explain` says."""
-    import transformers
-
-    device = torch.device(options.device)
-    setting = hf_finetune.Setting(options.layers, 256, 4, 128, 64, 8, 8, 0)
-    corpus = hf_finetune.read_corpus(1 << 16)
-    make, make_batch = hf_finetune.MODELS[name]
-    torch.manual_seed(0)
-    module = make(transformers, setting).to(device).train()
-    generator = torch.Generator().manual_seed(0)
-    batches = [{k: v.to(device) for k, v in make_batch(corpus, setting, generator).items()} for _ in range(4)]
-    turn = 0
-
-    def loss_of(batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = module(**batch).loss
-        return loss
-
-    rows, reference = [], None
-    for variant in chosen(HF_VARIANTS, options):
-        row = Row(name, variant)
-        rows.append(row)
-        torch.compiler.reset()
-        compiled = compile_for(variant, loss_of, options.inner)
-
-        def step(compiled: Any = compiled, variant: str = variant) -> None:
-            nonlocal turn
-            module.zero_grad(set_to_none=True)
-            if variant.endswith("reduce-overhead"):
-                torch.compiler.cudagraph_mark_step_begin()
-            compiled(batches[turn % len(batches)]).backward()
-            turn += 1
-
-        try:
-            turn = 0
-            gradients = measured(row, module, step, options)
-        except Exception as e:  # other people's compilers too: the rest has to go on
-            row.error = first_line(e)
-            continue
-        reference = reference or gradients
-        row.gradient_error = error_of(gradients, reference)
-        del gradients, compiled, step
-    torch.compiler.reset()
-    module.zero_grad(set_to_none=True)
-    return rows, str(cudagraph.explain(own_code(loss_of, "explained_loss"), batches[0]))
-
-
 def stack_rows(options: argparse.Namespace, *, loss_compiled: bool) -> list[Row]:
     """A row a variant, from processes that are given `--stack-row`."""
     rows, reference = [], None
     asked = [*sys.argv[1:]] if options.arguments is None else [*options.arguments]
-    for variant in chosen(STACK_VARIANTS, options):
+    variants = options.variants.split(",") if options.variants else VARIANTS
+    if options.inner == "aten":
+        variants = [variant for variant in variants if "reduce-overhead" not in variant]
+    for variant in variants:
         with tempfile.TemporaryDirectory() as folder:
             kept = pathlib.Path(folder) / "gradients"
             one = ["--stack-row", variant, "--gradients", str(kept), *["--loss-compiled"] * loss_compiled]
@@ -284,15 +226,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--inner", default="inductor", choices=["inductor", "aten"])
-    parser.add_argument("--only", choices=["hf", "stack"])
-    parser.add_argument("--variants", help="some of them, by name; gradients are compared with the first's")
-    parser.add_argument("--models", default=",".join(hf_finetune.MODELS))
-    parser.add_argument("--layers", type=int, default=4, help="of the models of transformers")
+    parser.add_argument("--variants", help=f"of {','.join(VARIANTS)}; gradients are compared with the first's")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=6)
-    parser.add_argument("--small", action="store_true", help="a small Llama-shaped stack")
-    parser.add_argument("--losses", default="eager,compiled", help="of the stack")
-    parser.add_argument("--optimizer", choices=["none", "adamw"], default="none", help="of the stack")
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--losses", default="eager,compiled")
+    parser.add_argument("--optimizer", choices=["none", "adamw"], default="none")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--stack-row", metavar="VARIANT", help=argparse.SUPPRESS)  # what a process of its own is for
     parser.add_argument("--loss-compiled", action="store_true", help=argparse.SUPPRESS)
@@ -303,28 +242,13 @@ def main(arguments: list[str] | None = None) -> int:
         with inductor_config.patch(fallback_random=True):
             print(json.dumps(dataclasses.asdict(stack_row(options.stack_row, options))))
         return 0
-
-    rows: list[Row] = []
-    explained: dict[str, str] = {}
-    work = {"layers": options.layers, "steps": options.steps, "inner": options.inner, "small": options.small}
-    work["optimizer"] = options.optimizer
-    header = conditions(torch.device(options.device), **work)
-
-    def keep(found: list[Row]) -> None:
-        """Written after each model: what comes later may fail."""
-        rows.extend(found)
+    work = {name: getattr(options, name) for name in ("steps", "inner", "small", "optimizer")}
+    header, rows = conditions(torch.device(options.device), **work), []
+    for loss in options.losses.split(","):
+        found = stack_rows(options, loss_compiled=loss == "compiled")
         print(format_rows(found), flush=True)
-        write(options.json, {**header, "rows": [dataclasses.asdict(row) for row in rows], "explained": explained})
-
-    with inductor_config.patch(fallback_random=True):
-        if options.only != "stack":
-            for name in options.models.split(","):
-                found, explained[name] = hf_rows(name, options)
-                keep(found)
-                print(f"{name}:\n{explained[name]}\n", flush=True)
-        if options.only != "hf":
-            for loss in options.losses.split(","):
-                keep(stack_rows(options, loss_compiled=loss == "compiled"))
+        rows += found
+        write(options.json, {**header, "rows": [dataclasses.asdict(row) for row in rows]})
     wrong = [r for r in rows if "float8" not in r.variant and (r.gradient_error or 0) > WRONG_GRADIENT]
     for row in wrong:
         print(f"WRONG: {row.model}, {row.variant}: gradient {row.gradient_error} off stock's")
