@@ -36,13 +36,14 @@ import argparse
 import copy
 import itertools
 import json
+import pathlib
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import conditions
+from measure import conditions, write
 from torch import nn
 
 from cudagraph import Options
@@ -315,7 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=300, help="calls a round")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", help="write the result there")
+    parser.add_argument("--json", type=pathlib.Path, help="write the result there")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     result = {
@@ -323,9 +324,7 @@ def main() -> None:
         "calls": [printed(bench_calls(size, device, options.calls, options.rounds)) for size in SIZES],
         "training": [printed(bench_training(depth, device, options.calls // 3, options.rounds)) for depth in DEPTHS],
     }
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
+    write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import GIB, conditions, measure_bytes
+from measure import GIB, conditions, first_line, measure_bytes, synchronize, write
 from model import Stack, stack_and_input
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -129,10 +129,6 @@ def measured(
     run = prepared(row, said, stack, mesh, budget_gib)
     lengths = itertools.cycle(said.tokens * n // 16 for n in LENGTHS) if said.varied else itertools.repeat(said.tokens)
 
-    def synchronize() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     def varied() -> Tensor:
         """A forward of the next length."""
         return forward(x[:, : next(lengths)])
@@ -148,7 +144,7 @@ def measured(
 
     began = time.perf_counter()
     backward(varied())
-    synchronize()
+    synchronize(device)
     compiled_s, early_gib = time.perf_counter() - began, 0.0
     if device.type == "cuda":  # the second step: nothing is compiled, and no plan is made
         torch.cuda.reset_peak_memory_stats()
@@ -157,15 +153,15 @@ def measured(
         early_gib += torch.cuda.max_memory_allocated() / GIB
     for _ in range(WARM_UP - 1 if row != "save_on_cpu" else 0):
         backward(varied())
-        synchronize()
+        synchronize(device)
     before, replays = aot_hooks.offload_stats(), cudagraph.stats()["replays"]
     times = []
     for _ in range(said.steps if row != "save_on_cpu" else 3):
         dist.barrier()
-        synchronize()
+        synchronize(device)
         began = time.perf_counter()
         backward(varied())
-        synchronize()
+        synchronize(device)
         times.append(1e3 * (time.perf_counter() - began))
     after, captures = aot_hooks.offload_stats(), cudagraph.stats()
     slowest = torch.tensor(times, device=device)
@@ -226,13 +222,12 @@ def main() -> None:
             found = measured(row, said, mesh, device, peaks)
             peaks[row] = found["peak_gib"]
         except (RuntimeError, ValueError) as error:  # out of memory, or a way that can't be: the other rows go on
-            found = {"row": row, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+            found = {"row": row, "error": first_line(error)}
             traceback.clear_frames(error.__traceback__)
         if rank == 0:
             result["rows"].append(found)
             print(json.dumps(found), flush=True)
-            if said.json is not None:
-                said.json.write_text(json.dumps(result, indent=1) + "\n")
+            write(said.json, result)
         torch._dynamo.reset()
         gc.collect()
         aot_hooks.reset()

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from measure import conditions, format_columns, relative_error
+from measure import conditions, format_columns, relative_error, write
 from model import Stack
 from torch import Tensor, nn
 from ways import lossy_hooks
@@ -321,9 +321,7 @@ def main(arguments: list[str] | None = None) -> None:
     differences = {hook.name: inlined_difference(work, hook) for hook in defaults if hook.name in compared}
     print(format_table(results))
     print("inlined, difference from the above / error:", ", ".join(f"{n} {d:.1e}" for n, d in differences.items()))
-    if options.json:
-        found = {"conditions": header, "inlined_difference": differences, "results": results}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(options.json, {"conditions": header, "inlined_difference": differences, "results": results})
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@ long as a kernel of 50 us, does not count. It stands beside it as "host us", of 
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from measure import conditions, format_columns
+from measure import conditions, format_columns, write
 
 from aot_hooks.library.triton import ops
 
@@ -162,8 +161,7 @@ def main() -> None:
     header = conditions(device, rows=arguments.rows, rounds=arguments.rounds)
     print(", ".join(f"{k} {v}" for k, v in header.items()))
     print(format_table(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"conditions": header, "results": results}, indent=2) + "\n")
+    write(arguments.json, {"conditions": header, "results": results})
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import argparse
 import dataclasses
 import gc
 import importlib.util
-import json
 import pathlib
 import statistics
 import sys
@@ -39,7 +38,7 @@ from typing import Any
 
 import torch
 import transformers
-from measure import GIB, ROOT, conditions, format_columns
+from measure import GIB, ROOT, conditions, default_device, first_line, format_columns, synchronize, write
 from torch import Tensor
 
 sys.path.append(str(ROOT / "examples"))
@@ -50,10 +49,24 @@ from aot_hooks.integrations.transformers import AotHooksCallback
 
 VOCABULARY = 256
 ROWS = (
-    "stock", "checkpointing", "offload_float8_again", "offload_float8_timed", "offload_float8_all", "offload_float8",
-    "sft", "sft_checkpointing", "sft_offloading", "sft_offload_float8_again", "sft_offload_float8_timed",
-    "sft_offload_float8", "float8_training", "float8_training_packed", "budget", "float8", "float8_again",
-)  # fmt: skip
+    "stock",
+    "checkpointing",
+    "offload_float8_again",
+    "offload_float8_timed",
+    "offload_float8_all",
+    "offload_float8",
+    "sft",
+    "sft_checkpointing",
+    "sft_offloading",
+    "sft_offload_float8_again",
+    "sft_offload_float8_timed",
+    "sft_offload_float8",
+    "float8_training",
+    "float8_training_packed",
+    "budget",
+    "float8",
+    "float8_again",
+)
 ON_CUDA = ("budget", "sft_offloading")  # under a measured peak; TRL's own offloading
 AGAIN = ("_again", "_timed", "_all")  # ends of the names of rows with options["recompute_pointwise"]
 NEEDS = {"sft": ("trl", "datasets"), "float8_training": ("torchao",)}  # by the beginning of a row's name
@@ -104,8 +117,7 @@ class Watch(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.started = 0.0
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
         return time.perf_counter()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -132,12 +144,19 @@ class Watch(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
 def make_model(setting: Setting, *, float8: bool) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=setting.width, intermediate_size=4 * setting.width,
-        num_hidden_layers=setting.layer_count, num_attention_heads=setting.head_count,
-        num_key_value_heads=setting.head_count // 4, max_position_embeddings=setting.sequence, use_cache=False,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        vocab_size=VOCABULARY,
+        hidden_size=setting.width,
+        intermediate_size=4 * setting.width,
+        num_hidden_layers=setting.layer_count,
+        num_attention_heads=setting.head_count,
+        num_key_value_heads=setting.head_count // 4,
+        max_position_embeddings=setting.sequence,
+        use_cache=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    with torch.device(default_device()):
         model = transformers.LlamaForCausalLM(config).to(setting.dtype)
     if float8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -164,13 +183,23 @@ def make_policy(name: str, budget_bytes: int | None) -> Any:
 
 def make_trainer(name: str, setting: Setting, data: Text, out: str) -> Any:
     arguments: dict[str, Any] = {
-        "output_dir": out, "per_device_train_batch_size": setting.batch, "max_steps": setting.step_count,
-        "logging_steps": 1, "learning_rate": 3e-4, "lr_scheduler_type": "constant", "report_to": [],
-        "save_strategy": "no", "disable_tqdm": True, "torch_compile": True, "seed": 0,
-        "use_cpu": not torch.cuda.is_available(), "bf16": False, "dataloader_pin_memory": False,
+        "output_dir": out,
+        "per_device_train_batch_size": setting.batch,
+        "max_steps": setting.step_count,
+        "logging_steps": 1,
+        "learning_rate": 3e-4,
+        "lr_scheduler_type": "constant",
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "torch_compile": True,
+        "seed": 0,
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": False,
+        "dataloader_pin_memory": False,
         "optim": "adamw_torch_fused" if torch.cuda.is_available() else "adamw_torch",
         "gradient_checkpointing": name.endswith("checkpointing"),
-    }  # fmt: skip
+    }
     if setting.inner == "aten" and make_policy(name, 1) is None:
         arguments["torch_compile_backend"] = "aot_eager"
     if name.endswith("checkpointing"):
@@ -202,7 +231,7 @@ def make_trainer(name: str, setting: Setting, data: Text, out: str) -> Any:
 def measure(
     name: str, setting: Setting, data: Text, warmup: int, budget_bytes: int | None, profiled: bool
 ) -> dict[str, Any]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(default_device())
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
@@ -279,7 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(default_device())
     names = options.rows.split(",") if options.rows else [n for n in ROWS if device.type == "cuda" or n not in ON_CUDA]
     if wrong := [name for name in names if name not in ROWS]:
         parser.error(f"no row {wrong[0]!r}; there are {', '.join(ROWS)}")
@@ -309,13 +338,12 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             rows.append(measure(name, setting, data, options.warmup, budget_bytes, options.profile))
         except Exception as e:  # the other rows are worth having; exit status 1 says that one is missing
-            failures.append(f"{name}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+            failures.append(f"{name}: {first_line(e)}")
         else:
             print(f"  {rows[-1]['median_ms']:.1f} ms, {rows[-1]['peak_bytes'] / GIB:.2f} GiB", file=sys.stderr)
         if options.json is not None:  # after each row: a run that is cut short has what it measured
             header = conditions(device, **work)
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps({"header": header, "rows": rows, "failures": failures}, indent=1))
+            write(options.json, {"header": header, "rows": rows, "failures": failures})
     if rows:
         print(table(rows))
     for failure in failures:

@@ -26,14 +26,13 @@ import argparse
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import conditions
+from measure import conditions, own_process, synchronize, write
 from torch import nn
 from torch.nn import functional as F
 
@@ -42,11 +41,6 @@ import cudagraph
 DEPTHS = (4, 24)
 BATCHES = (1, 8)
 PARTS = ("mlp", "gpt2", "vit", "memory")
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def medians_us(
@@ -278,9 +272,7 @@ def reserved_bytes(graphs: bool, size: int, device: torch.device) -> int:
 def bench_memory(size: int) -> dict[str, Any]:
     found = {}
     for variant in ("without", "with"):
-        command = [sys.executable, __file__, "--reserved", variant, "--batches", str(size)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found[variant] = json.loads(done.stdout.splitlines()[-1])
+        found[variant] = json.loads(own_process(__file__, ["--reserved", variant, "--batches", str(size)])[-1])
     return {
         "model": "GPT2, memory",
         "batch": size,
@@ -320,8 +312,7 @@ def main() -> None:
         name = [row.get(key) for key in ("model", "optimizer", "batch")]
         kept = [old for old in result["rows"] if [old.get(key) for key in ("model", "optimizer", "batch")] != name]
         result["rows"] = [*kept, row]
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.json, result)
 
     if "mlp" in options.only:
         for depth in (2,) if options.small else DEPTHS:

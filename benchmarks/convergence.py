@@ -354,9 +354,16 @@ def main(arguments: list[str] | None = None) -> None:
     on_cuda = device.type == "cuda"
     autocast = on_cuda if options.autocast is None else options.autocast
     setting = Setting(
-        options.layers, options.width, options.heads, options.sequence, options.batch, options.steps,
-        options.learning_rate, autocast, corpus_bytes=32 << 20,
-    )  # fmt: skip
+        options.layers,
+        options.width,
+        options.heads,
+        options.sequence,
+        options.batch,
+        options.steps,
+        options.learning_rate,
+        autocast,
+        corpus_bytes=32 << 20,
+    )
     inner = options.inner or ("inductor" if on_cuda else "aten")
     torch.set_float32_matmul_precision("high")
     with torch.device("meta"):
