@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -236,20 +236,61 @@ def _outputs(
     passed_on: positions of copied inputs whose views are given out, by the storage of the copy.
     lent: addresses of host memory that was lent to the capture; see capture.py.
     """
-    piece = function.piece
-    tensors = {k: x for k, x in enumerate(returned) if isinstance(x, torch.Tensor)}
     by_tensor = {id(inputs[i]): i for i in static}
+    tensors = {k: x for k, x in enumerate(returned) if isinstance(x, torch.Tensor)}
     same_inputs = [(k, by_tensor[id(x)]) for k, x in tensors.items() if id(x) in by_tensor]
+    others = {k: x for k, x in tensors.items() if id(x) not in by_tensor}
+    found = _sort_outputs(function, others, inputs, static, on_path, passed_on, lent)
+    slots = _slots_of_pool(function, pool, found, on_path)
+    templates = _templates(found.templated, slots)
+    saved = function.piece.saved_outputs
+    if saved is not None:  # an output that is returned twice has its template at the first position only
+        saved = (*saved, *(first for k, first in found.repeats if k in saved))
+    may_be_saved = [t.slot for t in templates if t.slot is not None and (saved is None or t.position in saved)]
+    return OutputLayout(
+        skeleton=[None if isinstance(x, torch.Tensor) else x for x in returned],
+        templates=templates,
+        same_inputs=same_inputs,
+        input_aliases=found.input_aliases,
+        repeats=found.repeats,
+        saved=list(dict.fromkeys(may_be_saved)),
+        live=tuple(dict.fromkeys(slots.values())),
+    )
+
+
+@dataclass
+class _SortedOutputs:
+    """Outputs by how a replay gives them out.
+
+    Attributes:
+        repeats: positions of tensors that were returned before, with the first position.
+        input_aliases: positions of views of inputs: input, offset in bytes, layout.
+        templated: all others, by position.
+        slots: memory of the path and of `templated`, by storage.
+        blocks: addresses of copied inputs whose views are given out.
+    """
+
+    repeats: list[tuple[int, int]] = field(default_factory=list)
+    input_aliases: list[tuple[int, int, int, Layout]] = field(default_factory=list)
+    templated: dict[int, torch.Tensor] = field(default_factory=dict)
+    slots: dict[int, Slot] = field(default_factory=dict)
+    blocks: set[int] = field(default_factory=set)
+
+
+def _sort_outputs(
+    function: Function,
+    tensors: dict[int, torch.Tensor],
+    inputs: list[Any],
+    static: list[int],
+    on_path: dict[int, Slot],
+    passed_on: dict[int, int],
+    lent: set[int],
+) -> _SortedOutputs:
+    """Sorts the outputs `tensors`, which are no inputs themselves. See `_outputs` for the arguments."""
+    found = _SortedOutputs(slots=dict(on_path))
     by_input = {torch_cuda.identity(inputs[i].untyped_storage()): i for i in static} | passed_on
     first_position: dict[int, int] = {}
-    repeats: list[tuple[int, int]] = []
-    input_aliases: list[tuple[int, int, int, Layout]] = []
-    templated: dict[int, torch.Tensor] = {}
-    slots = dict(on_path)
-    blocks: set[int] = set()  # addresses in the pool that may be allocated now
     for k, x in tensors.items():
-        if id(x) in by_tensor:
-            continue
         reason = function.reason_against_output(k, x)
         if reason is not None:
             raise CannotCapture(reason)
@@ -257,28 +298,38 @@ def _outputs(
         cdata = torch_cuda.identity(storage)
         first = first_position.setdefault(id(x), k)
         if first != k:
-            repeats.append((k, first))
+            found.repeats.append((k, first))
         elif cdata in by_input:
             i = by_input[cdata]
-            input_aliases.append((k, i, x.data_ptr() - inputs[i].data_ptr(), layout_of(x)))
+            found.input_aliases.append((k, i, x.data_ptr() - inputs[i].data_ptr(), layout_of(x)))
             if cdata in passed_on:
-                blocks.add(storage.data_ptr())
+                found.blocks.add(storage.data_ptr())
         else:
-            templated[k] = x
-            if cdata not in slots and storage.nbytes() and cdata not in function.constants and not x.is_meta:
-                on_host = storage.device != piece.device or storage.data_ptr() in lent
-                slots[cdata] = Slot(storage, function.origin(k), copies=function.copies_held, host=on_host)
-    blocks |= {slot.address for slot in slots.values() if not slot.host}
-    if not pool.live_blocks_are(blocks):
-        live = pool.live_blocks()
-        leaked = live - blocks
-        if leaked:
-            raise CannotCapture(
-                f"{function.name} keeps {len(leaked)} tensors that were made while it was captured and are no outputs"
-            )
-        # The other outputs lie in memory from before the capture, such as a tensor that the graph owns.
-        slots = {cdata: slot for cdata, slot in slots.items() if cdata in on_path or slot.host or slot.address in live}
+            found.templated[k] = x
+            if cdata not in found.slots and storage.nbytes() and cdata not in function.constants and not x.is_meta:
+                on_host = storage.device != function.piece.device or storage.data_ptr() in lent
+                slot = Slot(storage, function.origin(k), copies=function.copies_held, host=on_host)
+                found.slots[cdata] = slot
+    return found
 
+
+def _slots_of_pool(function: Function, pool: Pool, found: _SortedOutputs, on_path: dict[int, Slot]) -> dict[int, Slot]:
+    """The slots in the pool, on the path or on the host. Raises `CannotCapture` if other new memory is still allocated."""
+    allowed = found.blocks | {slot.address for slot in found.slots.values() if not slot.host}
+    if pool.live_blocks_are(allowed):
+        return found.slots
+    live = pool.live_blocks()
+    leaked = live - allowed
+    if leaked:
+        raise CannotCapture(
+            f"{function.name} keeps {len(leaked)} tensors that were made while it was captured and are no outputs"
+        )
+    # The other outputs lie in memory from before the capture, such as a tensor that the graph owns.
+    return {cdata: slot for cdata, slot in found.slots.items() if cdata in on_path or slot.host or slot.address in live}
+
+
+def _templates(templated: dict[int, torch.Tensor], slots: dict[int, Slot]) -> list[Template]:
+    """How each of these outputs is made; one that overlaps an earlier one of its storage names that as its base."""
     templates: list[Template] = []
     in_storage: dict[int, list[int]] = {}  # outputs so far, by the storage
     for k, x in templated.items():
@@ -288,19 +339,7 @@ def _outputs(
         base = next((i for i in earlier if _overlap(x, templated[i])), None)
         earlier.append(k)
         templates.append(Template(k, layout_of(x), slot, storage if slot is None else None, base))
-    saved = piece.saved_outputs
-    if saved is not None:  # an output that is returned twice has its template at the first position only
-        saved = (*saved, *(first for k, first in repeats if k in saved))
-    may_be_saved = [t.slot for t in templates if t.slot is not None and (saved is None or t.position in saved)]
-    return OutputLayout(
-        skeleton=[None if isinstance(x, torch.Tensor) else x for x in returned],
-        templates=templates,
-        same_inputs=same_inputs,
-        input_aliases=input_aliases,
-        repeats=repeats,
-        saved=list(dict.fromkeys(may_be_saved)),
-        live=tuple(dict.fromkeys(slots.values())),
-    )
+    return templates
 
 
 def _overlap(x: torch.Tensor, other: torch.Tensor) -> bool:
