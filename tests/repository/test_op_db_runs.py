@@ -48,7 +48,7 @@ def test_an_operator_that_hangs_is_a_result(monkeypatch: pytest.MonkeyPatch) -> 
             pass
 
     monkeypatch.setattr(op_programs, "check", hang)
-    monkeypatch.setattr(bench_op_db, "TIMEOUT", 1)
+    monkeypatch.setattr(op_db, "TIMEOUT", 1)
     (result,) = op_db.check(("mul", "float32", "direct"), op_db.How(1))
     assert result["reason"] == "took more than 1 s"
 
