@@ -67,13 +67,18 @@ def test_a_block_alone_is_one_layer():
     assert plans and max(plan.peak_bytes for plan in plans) <= 1_000_000
 
 
-@pytest.mark.parametrize("budget_bytes", [750_000, 800_000, 850_000])
-def test_a_budget_above_the_least_of_two_graphs_is_met(budget_bytes: int):
-    """What the graphs can hold has gaps: where one can't keep to its share, the other holds less."""
+def test_the_least_of_two_graphs_is_named():
     with pytest.raises(BackendCompilerFailed) as error:
         trained(6, aot_hooks.budget("500kB", max_error=0), requires_grad=False)
     found = unwrapped(error.value)
     assert isinstance(found, BudgetError) and found.least_bytes is not None and found.least_bytes < 750_000
+
+
+@pytest.mark.parametrize(
+    "budget_bytes", [750_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (800_000, 850_000))]
+)
+def test_a_budget_above_the_least_of_two_graphs_is_met(budget_bytes: int):
+    """What the graphs can hold has gaps: where one can't keep to its share, the other holds less."""
     plans = trained(6, aot_hooks.budget(f"{budget_bytes}B", max_error=0), requires_grad=False)
     assert len(plans) == 2 and max(plan.peak_bytes for plan in plans) <= budget_bytes
 

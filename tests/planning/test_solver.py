@@ -377,6 +377,7 @@ def waiting_step(layers: int, per_layer: int, *, copies: bool) -> Step:
     return Step(tuple(live), tuple(values), (8.0 / len(live),) * len(live), count + 1, 5e10, 5e10, host_ms=16.0)
 
 
+@pytest.mark.slow
 def test_more_means_are_no_slower_where_the_device_waits_for_the_host() -> None:
     many, few = (waiting_step(8, 16, copies=copies) for copies in (True, False))
     peak = 0.35 * many.peak_bytes
