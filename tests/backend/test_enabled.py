@@ -91,9 +91,9 @@ def nothing_stays() -> Iterator[None]:
 
 POLICIES = [
     (float8(), 0.05),
-    (int8(), 0.02),
+    pytest.param(int8(), 0.02, marks=pytest.mark.slow),
     (lossless(), 0),
-    (offload(min_bytes=0), 0),
+    pytest.param(offload(min_bytes=0), 0, marks=pytest.mark.slow),
     (budget(max_slowdown=1.0), 0.1),
 ]
 

@@ -256,7 +256,7 @@ def test_one_forward_one_backward_in_turn() -> None:
     assert counted(lambda: pipeline(hooked, xs))[0] > 0
 
 
-@pytest.mark.parametrize("inner", ["aten", "inductor"])
+@pytest.mark.parametrize("inner", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
 # torch refuses a second backward of what was compiled before without one, because that takes donated buffers
 @torch._functorch.config.patch(donated_buffer=False)
 def test_retain_graph_gives_the_same_gradients_again(inner: str) -> None:
