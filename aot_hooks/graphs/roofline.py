@@ -20,6 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
+from ..errors import OptionError
 from ..torch_private import values as torch_values
 from .lifetimes import SPLIT, Kernels, fuses, is_loop, on_cuda, reduces, written_storages
 from .nodes import (
@@ -261,10 +262,11 @@ def step_ms(
 
 
 def predicted_ms(*graphs: Any, **settings: Any) -> float:
-    """`step_ms`, for a plan's own information: 0.0 where the device has no memory left to measure its speed in."""
+    """`step_ms`, for a plan's own information: 0.0 on a device whose speed is unknown, or that has no memory left to
+    measure it in."""
     try:
         return step_ms(*graphs, **settings)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, OptionError):
         return 0.0
 
 

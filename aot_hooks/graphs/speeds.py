@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
+from ..errors import OptionError
 from ..torch_private import values as torch_values
 from .nodes import argument_called
 
@@ -49,7 +50,15 @@ INSTANT = Rates(math.inf, math.inf, 2e10, 1e11, 1e11)  # for a CPU
 
 
 def measured_rates(device: torch.device) -> Rates:
-    """The rates of `device`, measured on the first call; `INSTANT` for a CPU."""
+    """The rates of `device`, measured on the first call; `INSTANT` for a CPU.
+
+    Raises `OptionError` for a device that nothing here can measure, such as "xpu".
+    """
+    if device.type not in ("cuda", "cpu", "meta"):
+        raise OptionError(
+            f"expected tensors on a CUDA or ROCm device, whose speed budgets measure, or on the CPU; got device "
+            f"'{device}'. Choose a hook or policy yourself there"
+        )
     return _measured(device.index or 0) if device.type == "cuda" else INSTANT
 
 
