@@ -18,6 +18,7 @@ from trained import ATEN, TEXT, gpt2, llama  # noqa: E402
 
 import aot_hooks  # noqa: E402
 from aot_hooks import errors, float8, offload  # noqa: E402
+from aot_hooks.__main__ import main  # noqa: E402
 from aot_hooks.integrations.accelerate import compile_model, hooks  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("stock_is_aten")
@@ -255,3 +256,21 @@ def test_the_helper_refuses_wrong_arguments_at_once() -> None:
         compile_model(llama(), options={"policy": float8()})
     with pytest.raises(errors.OptionError, match="got 3"):
         compile_model(llama(), 3)
+
+
+def test_a_script_follows_the_configuration_file_of_accelerate_and_the_policy_of_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`accelerate launch` hands the file's compiler to the script in this variable."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import accelerate, torch\n"
+        "accelerator = accelerate.Accelerator(cpu=True)\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))\n"
+        "net = accelerator.prepare(net)\n"
+        "accelerator.backward(net(torch.randn(8, 16)).square().mean())\n"
+    )
+    with caplog.at_level("INFO", logger="aot_hooks"):
+        assert main(["run", "--hook", "float8", "--inner", "aten", str(script)]) == 0
+    assert any("enable(float8()): first step: 1 graph" in record.getMessage() for record in caplog.records)
