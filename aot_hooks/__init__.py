@@ -4,6 +4,7 @@ from . import errors, policies
 from ._version import __version__ as __version__
 from .backend import last_plans, reset
 from .cache.lookup import cache_stats
+from .cache.plan_files import load_plans, save_plans
 from .context.entering import saved_tensors_hooks, saved_tensors_policy
 from .enabled import disable, enable
 from .errors import AotHooksError
@@ -30,8 +31,8 @@ from .steps.schedule import Transfer
 __all__ = [
     "KEEP", "AotHooksError", "Decision", "Frontier", "GradientReport", "GradientRow", "Hook", "Plan", "Rates",
     "SavedTensor", "Transfer", "bitmask", "budget", "cache_stats", "cast", "check_gradients", "checkpoint_name",
-    "disable", "enable", "errors", "float8", "format_report", "frontier", "int4", "int8", "last_plans", "lossless",
-    "offload", "offload_stats", "plan", "policies", "print_report", "reset", "saved_tensors", "saved_tensors_hooks",
-    "saved_tensors_policy",
+    "disable", "enable", "errors", "float8", "format_report", "frontier", "int4", "int8", "last_plans", "load_plans",
+    "lossless", "offload", "offload_stats", "plan", "policies", "print_report", "reset", "save_plans",
+    "saved_tensors", "saved_tensors_hooks", "saved_tensors_policy",
 ]
 # fmt: on

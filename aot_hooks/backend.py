@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from cudagraph.compile.compilation import Compilation
 
 from . import cudagraphs, records, unused
-from .cache import lookup
+from .cache import lookup, plan_files
 from .cache.key import PACKAGE_DIGEST, nodes_of
 from .cache.lookup import bypassed, through_cache, without_collections
 from .check import first_step
@@ -57,6 +57,7 @@ from .planning import planner as planning
 from .planning.budget import Budget, fitted
 from .planning.kernels import split_and_hold
 from .planning.planner import Planner, is_budget
+from .planning.stored import Program
 from .settings import recompiles
 from .settings.names import carry_names, name_given
 from .settings.setting import SCOPE, Setting
@@ -233,7 +234,8 @@ def _compile_graph(
         _guard_hooks_of_others()
     limit = check_limit(options.check) if hooks.settings else None
     left = NOTHING if limit is None else first_step.unpacked(dynamo.code_being_compiled(), asked.settings)
-    planner = Planner(hooks.setting, gm, inputs, wrapper)
+    program = _program(gm, inputs, asked, mode, options, patches, left)
+    planner = Planner(hooks.setting, gm, inputs, wrapper, program, partial(plan_files.why_not_loaded, program))
     hooks = dataclasses.replace(hooks, setting=planner.setting())
     if planner.has_budget and options.inner == "inductor":
         patches = inductor.IN_PLANNED_ORDER | patches
@@ -301,6 +303,23 @@ def _compile_graph(
         listed.append(graph)
     checkpoints = any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in nodes_of(gm))
     return _wrapped(compiled, graph, hooks, seen, wrapper, planner, checkpoints=checkpoints, counted=live)
+
+
+def _program(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    hooks: _InForce,
+    mode: str | None,
+    options: Options,
+    patches: Mapping[str, Any],
+    unpacked: Unpacked,
+) -> Program | None:
+    """What the plan of a budget depends on; None without a budget."""
+    if not is_budget(hooks.setting):
+        return None
+    made_with = {"mode": mode, "inductor": patches, "inner": options.inner, "chunk": options.chunk, "check": unpacked}
+    made_with["cudagraphs"] = bool(options.cudagraphs)
+    return plan_files.program_of(gm, inputs, hooks.setting, hooks.regions, options=made_with, roots=roots())
 
 
 class _Without:

@@ -63,6 +63,10 @@ class BudgetError(AotHooksError, RuntimeError):
     least_bytes: int | None = None
 
 
+class PlanFileError(AotHooksError, RuntimeError):
+    """Plans can't be saved to a file, or a file of plans is damaged, or for another torch or device."""
+
+
 class BudgetWarning(UserWarning):
     """A measured step used more memory than its budget. A tighter plan did not help, or none was found."""
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import os
 import time
 from collections.abc import Iterable
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..torch_private import aot_cache
+from . import sealed
 
 _KEPT = 32
 _SHOWN = 40
@@ -49,19 +48,12 @@ def _folder(directory: str | None = None) -> Path:
     return Path(directory or aot_cache.cache_dir()) / "aot_hooks_keys"
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def write(note: Note) -> None:
     """Add `note`, and drop the oldest beyond the newest 32. Raises `OSError` if the directory cannot be written."""
     folder, now = _folder(), time.time()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{int(now * 1e6)}-{os.getpid()}.json"
-    part = path.with_suffix(".part")
-    text = json.dumps(dataclasses.asdict(note) | {"time": now})
-    part.write_text(json.dumps({"sha256": _digest(text), "note": text}))
-    part.replace(path)  # another process reads it whole or not at all
+    sealed.write(path, dataclasses.asdict(note) | {"time": now})
     for old in sorted(folder.glob("*.json"))[:-_KEPT]:
         with contextlib.suppress(FileNotFoundError):  # another process was first
             old.unlink()
@@ -72,10 +64,7 @@ def read(directory: str | None = None) -> list[Note]:
     notes = []
     for path in sorted(_folder(directory).glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            stored = json.loads(path.read_text())
-            if _digest(stored["note"]) != stored["sha256"]:
-                continue
-            data = json.loads(stored["note"])
+            data = sealed.read(path)
             data["lines"] = tuple((str(a), str(b)) for a, b in data["lines"])
             data["torch_lines"] = tuple(data["torch_lines"])
             notes.append(Note(**data))

@@ -17,6 +17,7 @@ from ..settings.byte_sizes import bytes_of, shown
 from .apart import Ways
 from .by_hand import Whole
 from .device_memory import Outside, outside_of_step
+from .recipe import Recipe
 from .step import ALONE, Moment
 
 ALLOWED = ("recompute", "chunk", "lossless", "offload", "float8", "int8", "int4")
@@ -43,6 +44,7 @@ class Budget:
         least: the graph shall hold the least that it can: other calls hold saved tensors, nobody knows yet how many.
         lenient: if nothing stays under the peak, the least is taken, with a warning: a step was planned before, or has
             gathered parameters, whose bytes are an estimate.
+        recipe: the plan to make again, in place of a search; None: search for one.
         around: of `check_gradients`: makes of each lossy hook of the plan the one that is put into the graphs.
     """
 
@@ -60,6 +62,7 @@ class Budget:
     wholes: tuple[Whole, ...] = ()
     least: bool = False
     lenient: bool = False
+    recipe: Recipe | None = None
     around: Callable[[Hook], Hook] | None = None
 
     looks_at_modules: ClassVar[bool] = False

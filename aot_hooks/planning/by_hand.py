@@ -225,8 +225,11 @@ class Ways:
     rewrite: Callable[[GraphModule, GraphModule, Setting], Plan]
     saved_bytes: int
 
-    def fastest(self, most_ms: float) -> Typed | None:
-        """The fastest way of those that take less than `most_ms` a call; None if there is none."""
+    def fastest(self, most_ms: float, only: str = "") -> Typed | None:
+        """The fastest way of those that take less than `most_ms` a call; None if there is none.
+
+        `only`: the name of the one way to look at; "": all.
+        """
         best: Typed | None = None
         for again in (False, True) if "recompute" in self.allow else (False,):
             with aot.recomputing_pointwise(again):
@@ -236,6 +239,8 @@ class Ways:
                 may_send = rates is not None and (then is None or isinstance(then, Hook))
                 for sends in (False, True) if may_send else (False,):
                     found = None
+                    if only and _name(name, sends=sends, again=again) != only:
+                        continue
                     if sends or again or then is not None:  # else it is as without a budget, which is over the peak
                         found = self._typed(graphs, name, then, rates if sends else None, again=again)
                     if found is not None and found.step.call_ms < (most_ms if best is None else best.step.call_ms):
@@ -279,8 +284,7 @@ class Ways:
         if rates is not None:  # with the stall that is needed, which the first time was not known
             hook = sending(_STALL_ROOM * stall_ms + _STALL_SHARE * step_ms)
             found, plan, live = self._rewritten(graphs, hook, again=again)
-        name = form if rates is None else f"offload({f'then={form}' if form else ''})"
-        named = ", ".join(filter(None, (name, "pointwise results computed again" if again else "")))
+        named = _name(form, sends=rates is not None, again=again)
         return Typed(named, found.fw, found.bw, plan, live, call, best[-1])
 
     def _rewritten(self, graphs: Graphs, hook: Any, *, again: bool) -> tuple[Graphs, Plan, tuple[LivePoint, ...]]:
@@ -290,6 +294,12 @@ class Ways:
         if again and graphs.fused:
             split_and_hold(found.fw, found.bw, num_fwd_outputs=graphs.num_fwd_outputs, roots=graphs.roots)
         return found, plan, found.live()
+
+
+def _name(form: str, *, sends: bool, again: bool) -> str:
+    """The name of a way: "offload(then=float8), pointwise results computed again"."""
+    stored = f"offload({f'then={form}' if form else ''})" if sends else form
+    return ", ".join(filter(None, (stored, "pointwise results computed again" if again else "")))
 
 
 def _least_stall(

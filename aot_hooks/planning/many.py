@@ -44,6 +44,7 @@ from .apart import Ways, averaged, tried_counts
 from .budget import Budget, mib
 from .by_hand import Whole, whole_of
 from .measured import StepCheck, step_check
+from .recipe import Recipe
 from .versions import Mode, Version, held_bytes
 from .within import UNSEEN, bytes_of, own_bytes
 
@@ -77,6 +78,8 @@ class Graph:
         compiled_count: how often it was compiled for a step of many calls.
         sizes: the products of symbolic sizes that its bytes are for. A call of larger ones gets a graph of its own.
         grown: how many graphs for smaller sizes were before it.
+        program: the digest of what its plans depend on, see stored.py; "" if nobody asked for it.
+        recipe, tight_recipe: loaded plans of its versions, to be made in place of a search.
         codes: weak references to the code of its functions.
         listed: for each version, the list that reports read, and its plans; `stale`: likewise for dropped versions.
     """
@@ -95,6 +98,9 @@ class Graph:
     was_planned: bool = False
     sizes: Products = field(default_factory=dict)
     grown: int = 0
+    program: str = ""
+    recipe: Recipe | None = None
+    tight_recipe: Recipe | None = None
     codes: list[weakref.ref[types.CodeType]] = field(default_factory=list)
     listed: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
     stale: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
@@ -112,7 +118,7 @@ class Graph:
             self.group.recorder.release_dropped()
             step = self.group.step  # the peak may be below 0, after a step took far more than predicted
             if self.mode is Mode.ALONE and step.holding and held_bytes(step) > _SMALL * self.group.peak_bytes:
-                self.mode = Mode.LEAST
+                self.mode, self.recipe = Mode.LEAST, None
             if self.mode is Mode.LEAST:
                 return self._least_rule(given)
             if self.mode is Mode.PLANNED:
@@ -162,13 +168,16 @@ class Graph:
         return wholes if len(wholes) == len(found) else ()
 
     def _tight_peak(self, nbytes: Bytes, count: int) -> int:
-        return max(tight_peak(self, trace, lambda graph: graph.share, count, nbytes) for trace in self.group.traces)
+        traces = self.group.traces
+        return max((tight_peak(self, trace, lambda graph: graph.share, count, nbytes) for trace in traces), default=0)
 
     def tight_rule(self, given: Budget, plans: Sequence[Plan]) -> Budget | None:
         """The budget to compile a second version with, for the calls that hold less; None: all are alike."""
         share = plans[0].in_step if plans else None
         with _lock:
-            return self._least_rule(given) if share is not None and share.tight_calls else None
+            if share is None or not share.tight_calls:
+                return None
+            return replace(self._least_rule(given), recipe=self.tight_recipe)
 
     def _least_rule(self, given: Budget) -> Budget:
         moments = moments_of(self, self.group.traces, lambda _: _NOT_KNOWN) if self.group.counted else ALONE
@@ -225,6 +234,7 @@ class Graph:
         if self.why_not_again():
             return
         self.mode = mode
+        self.recipe = self.tight_recipe = None  # they were for another step
         self.compiled_count += 1
         self.stale += self.listed
         self.listed = []
@@ -263,6 +273,7 @@ class Group:
         why: why graphs were compiled again last, for the log.
         incomplete: how many steps in a row had calls without a backward.
         counted: whether `least` is planned for the number of calls in `traces`, not for an unknown number.
+        restored: graphs of loaded plans that were not compiled yet, by their programs.
     """
 
     budget: Budget
@@ -280,6 +291,7 @@ class Group:
     why: str = ""
     incomplete: int = 0
     counted: bool = False
+    restored: dict[str, Graph] = field(default_factory=dict)
     busy: int = 0
     warned_bytes: int = 0
     warned_of_retained: bool = False
@@ -288,6 +300,9 @@ class Group:
     @property
     def peak_bytes(self) -> int:
         return (self.budget.peak_bytes or 0) - self.budget.over - self.over
+
+    def known_programs(self) -> set[str]:
+        return {graph.program for graph in (*self.graphs.values(), *self.restored.values())}
 
     @property
     def recorder(self) -> Recorder:
@@ -464,12 +479,24 @@ class Group:
         )
 
 
-def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any], sizes: Products) -> Graph | None:
+def group_of(rule: Budget) -> Group | None:
+    """All graphs under the budget `rule`; None if its peak is not in bytes."""
+    if rule.peak_bytes is None:
+        return None
+    with _lock:
+        group = _groups.setdefault(replace(rule, free=None), Group(rule))
+        if rule.free is not None:  # in the middle of a step less is free
+            group.budget = replace(group.budget, free=max(rule.free, group.budget.free or 0))
+        return group
+
+
+def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any], sizes: Products, program: str = "") -> Graph | None:
     """The graph `gm` under the budget `rule`; None if its peak is not in bytes.
 
-    Equal graphs are one, but for those with symbolic `sizes` that are too large for its plans.
+    Equal graphs are one, but for those with symbolic `sizes` that are too large for its plans. The first one of a
+    `program` that has a loaded plan is the graph of that plan.
     """
-    if rule.peak_bytes is None:
+    if (group := group_of(rule)) is None:
         return None
     inputs_like = [
         (str(x.shape), str(x.stride()), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else type(x)
@@ -479,14 +506,15 @@ def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any], sizes: Produc
     content = (canonical(gm), inputs_like, training, torch.is_grad_enabled())
     digest = hashlib.sha256(repr(content).encode()).hexdigest()
     with _lock:
-        group = _groups.setdefault(replace(rule, free=None), Group(rule))
-        if rule.free is not None:  # in the middle of a step less is free
-            group.budget = replace(group.budget, free=max(rule.free, group.budget.free or 0))
+        restored = None if digest in group.graphs else group.restored.get(program)
+        if restored is not None and all(n <= restored.sizes.get(k, 0) for k, n in sizes.items()):
+            group.graphs[digest] = group.restored.pop(program)
         graph = group.graphs.setdefault(digest, Graph(group, sizes=sizes))
         if any(n > graph.sizes.get(k, 0) for k, n in sizes.items()):
             headroom, grown = _HEADROOM if graph.grown else 1, graph.grown + 1
             graph = Graph(group, sizes={k: int(headroom * n) for k, n in sizes.items()}, grown=grown)
             group.graphs[digest] = graph
+        graph.program = program
         return graph
 
 

@@ -113,7 +113,8 @@ def checked(run: Callable[..., Any], budget: Budget, plans: Sequence[Plan], wrap
             _warn(budget, check.peak, most - before, predicted, where, tighter=False)
         else:
             known = _tighter.get(wrapper) or _tighter.set(wrapper, {})
-            known[code, replace(budget, free=None)] = replace(budget, over=over)
+            asked = replace(budget, recipe=None)  # a loaded plan was over, too: the next one is searched for
+            known[code, replace(asked, free=None)] = replace(asked, over=over)
 
     return run_and_measure
 

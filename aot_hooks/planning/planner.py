@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -20,24 +21,31 @@ from torch.fx import GraphModule
 from ..passes.plan import Plan
 from ..settings.setting import Setting
 from ..torch_private import aot
-from . import many, measured, progress
+from . import many, measured, progress, stored
 from .budget import Budget
 from .sizes import NO_SIZES, Sizes, guarded
-from .versions import Version
+from .versions import Mode, Version
 from .within import partition_within
 
 log = logging.getLogger("aot_hooks")
+_LATE = "its sizes are larger than those of its plan, or its step began before plans were loaded"
 _Compiled = Callable[..., Any]
 
 
 def forget() -> None:
-    """Forget all steps, and which of them were over their budgets."""
+    """Forget all steps, which of them were over their budgets, and loaded plans."""
     measured.forget()
     many.forget()
+    stored.forget()
 
 
 def is_budget(setting: Setting | None) -> bool:
     return setting is not None and isinstance(setting.rule, Budget)
+
+
+def _may_be_apart(rule: Budget) -> bool:
+    """Whether some calls of a graph may hold less than others."""
+    return rule.apart is not None or (rule.recipe is not None and rule.recipe.apart is not None)
 
 
 class Planner:
@@ -47,12 +55,22 @@ class Planner:
         asked: the setting around the call; None: there is none.
         gm, inputs: what Dynamo hands a backend.
         wrapper: what `torch.compile` returned for the function that Dynamo is compiling, None if there is none.
+        program: what the plan depends on, to save it and to find a loaded one; None: neither.
+        why_not_loaded: called if no plan was loaded for `program`: the reason, "" if none was loaded at all.
     """
 
     partition = staticmethod(partition_within)
 
-    def __init__(self, asked: Setting | None, gm: GraphModule, inputs: Sequence[Any], wrapper: Any) -> None:
-        self.asked, self.wrapper = asked, wrapper
+    def __init__(
+        self,
+        asked: Setting | None,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        wrapper: Any,
+        program: stored.Program | None = None,
+        why_not_loaded: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.asked, self.wrapper, self.program = asked, wrapper, program
         self.sizes = NO_SIZES
         self.tight_plans: list[Plan] = []
         self._budget: Budget | None = None  # what the plans of a graph that is the whole step are made with
@@ -61,13 +79,21 @@ class Planner:
         self._tight_run: _Compiled | None = None
         self._version: Version | None = None
         self._begun_s = time.perf_counter()
+        self._why_not_loaded = ""  # "" if a plan was loaded, or none for any graph
         if asked is not None and isinstance(asked.rule, Budget):
             self._budget = rule = measured.tightened(asked.rule, wrapper)
             self.sizes = Sizes.of(gm)
-            self._graph = many.graph_of(rule, gm, inputs, self.sizes.hints())
-            if self._graph is not None:
-                rule = self._graph.rule(rule, self.sizes.hints())
-            self._setting = Setting(rule, asked.scope)
+            # a step with a loaded plan may have been over its budget: the next plan is searched for
+            loaded = stored.loaded_for(program) if rule is asked.rule else None
+            if loaded is not None:
+                stored.restore(rule, loaded)
+            digest = "" if program is None else program.digest
+            self._graph = many.graph_of(rule, gm, inputs, self.sizes.hints(), digest)
+            given = rule if self._graph is None else self._graph.rule(rule, self.sizes.hints())
+            recipe = self._graph.recipe if self._graph is not None else loaded and loaded.recipe
+            if recipe is None and rule is asked.rule and (self._graph is None or not self._graph.codes):
+                self._why_not_loaded = _LATE if loaded is not None else why_not_loaded()
+            self._setting = Setting(replace(given, recipe=recipe), asked.scope)
 
     @property
     def has_budget(self) -> bool:
@@ -102,7 +128,7 @@ class Planner:
         plans: list[Plan],
         compile_with: Callable[[GraphModule, Any, list[Plan]], _Compiled],
     ) -> _Compiled:
-        if self._graph is None or self._budget is None or setting.rule.apart is None:
+        if self._graph is None or self._budget is None or not _may_be_apart(setting.rule):
             return compile_with(gm, setting, plans)
         twin = aot.twin(gm)
         run = compile_with(gm, setting, plans)
@@ -116,6 +142,7 @@ class Planner:
 
         `listed`: the plans that reports read; those of versions that `plans` replace are taken out.
         """
+        self._note(plans)
         if self._graph is None:
             return run
         self._version = self._graph.compiled(plans, listed, self.tight_plans, self.sizes.hints())
@@ -126,6 +153,15 @@ class Planner:
         if self._tight_run is None:
             return run
         return many.by_call(run, self._tight_run, self._version)
+
+    def _note(self, plans: Sequence[Plan]) -> None:
+        """Note the plans, so that they can be saved. Warn if they should have been loaded and could not be."""
+        if self.program is None or not plans:
+            return
+        mode = Mode.ALONE if self._graph is None else Mode.PLANNED if plans[0].in_step else self._graph.mode
+        stored.note(self.program, plans, self.tight_plans, self._graph, mode)
+        if self._why_not_loaded:
+            stored.warn_once(self.program, self._why_not_loaded)
 
     def _log(self, version: Version, plans: Sequence[Plan]) -> None:
         """One line for each compilation that a budget has asked for."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from ..errors import BudgetError, BudgetWarning, warn_user
+from ..errors import BudgetError, BudgetWarning, CacheWarning, warn_user
 from ..graphs.lifetimes import on_cuda
 from ..graphs.nodes import storage_of
 from ..graphs.saved import Boundary, SavedTensor, SavedValue, place_of
@@ -38,6 +38,7 @@ from .apart import GAIN, Ways, as_data, is_faster
 from .budget import EXACT, Budget, fitted, mib
 from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
 from .options import Graphs, layers_of, step_of
+from .recipe import Recipe, Refused, chosen_again, picks_of
 from .recomputation import of_blocks
 from .search import NEAR, Limits, Tried, nothing, search
 from .solver import Solution
@@ -108,6 +109,16 @@ def partition_within(
         return Graphs(fw, bw, *parts, drops_others=drops_others)
 
     within = functools.partial(_partition, joint, graphs, without_hooks, rewrite, setting)
+    if budget.recipe is not None:
+        try:
+            return _made_again(budget, joint, graphs, without_hooks, rewrite, setting)
+        except Refused as e:
+            warn_user(
+                f"aot_hooks: {budget!r}: the loaded plan of a graph is not used, because {e}. "
+                "The graph is planned anew",
+                CacheWarning,
+            )
+            budget = replace(budget, recipe=None)
     strict = replace(budget, lenient=False)
     ways = [strict]
     if strict.moments_at_least:  # other graphs hold their least, in place of their share of the budget
@@ -140,7 +151,8 @@ def partition_within(
         # Whether the user keeps the logits until the backward has run, nobody knows here. The first steps are measured.
         dropping = functools.partial(graphs, drops_others=True)
         try:
-            found = _partition(joint, dropping, without_hooks, rewrite, setting, strict)
+            fw, bw, plan = _partition(joint, dropping, without_hooks, rewrite, setting, strict)
+            found = fw, bw, replace(plan, recipe=replace(plan.recipe, drops_others=True))
             log.info("%r: outputs beside the loss count as dropped before the backward", budget)
         except BudgetError as error:
             errors.append(error)
@@ -167,8 +179,48 @@ def _or_apart(found: _Planned | None, ways: Ways | None, planned: Callable[[Apar
         with contextlib.suppress(BudgetError):
             fw, bw, plan = planned(apart)
             if plan.in_step is not None and is_faster(apart.ratio_with(plan.step_ratio), ratio):
-                return fw, bw, replace(plan, in_step=replace(plan.in_step, tight_calls=apart.tight_calls))
+                return fw, bw, _with_apart(plan, apart)
     return found
+
+
+def _with_apart(plan: Plan, apart: Apart) -> Plan:
+    """`plan`, of the calls that may hold more, with what it knows of those that hold the least."""
+    step = None if plan.in_step is None else replace(plan.in_step, tight_calls=apart.tight_calls)
+    return replace(plan, in_step=step, recipe=replace(plan.recipe, apart=apart))
+
+
+def _made_again(
+    budget: Budget,
+    joint: GraphModule,
+    graphs: Callable[..., Graphs],
+    without_hooks: Callable[[], tuple[tuple[LivePoint, ...], float]],
+    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace | None], Plan],
+    setting: Setting,
+) -> _Planned:
+    """The graphs and the plan of `budget.recipe`, without a search.
+
+    Raises:
+        Refused: the recipe is for other graphs, or takes more than the budget here.
+    """
+    recipe, moments = budget.recipe, budget.moments
+    assert recipe is not None
+    if recipe.by_hand:
+        found = _or_by_hand(None, setting, graphs, without_hooks, rewrite, only=recipe.by_hand)
+        if found is None:
+            raise Refused(f"it has {recipe.by_hand} for each call, with which this step is over the budget")
+        return found
+    if recipe.apart is not None:
+        moments = recipe.apart.moments
+    split = functools.partial(graphs, drops_others=recipe.drops_others)
+    made = functools.partial(_partition, joint, split, without_hooks, rewrite, setting)
+    try:
+        fw, bw, plan = made(replace(budget, moments=moments))
+    except Refused:
+        if not budget.moments_at_least or recipe.apart is not None:
+            raise
+        fw, bw, plan = made(replace(budget, moments=budget.moments_at_least))
+    plan = replace(plan, recipe=replace(plan.recipe, drops_others=recipe.drops_others))
+    return fw, bw, plan if recipe.apart is None else _with_apart(plan, recipe.apart)
 
 
 def _or_by_hand(
@@ -177,8 +229,12 @@ def _or_by_hand(
     graphs: Callable[[], Graphs],
     without_hooks: Callable[[], tuple[tuple[LivePoint, ...], float]],
     rewrite: Callable[[GraphModule, GraphModule, Setting, Trace | None], Plan],
+    only: str = "",
 ) -> _Planned | None:
-    """The plan to take: `found`, or a way that a user can type if the step is faster with it. See `_or_apart`."""
+    """The plan to take: `found`, or a way that a user can type if the step is faster with it. See `_or_apart`.
+
+    `only`: the name of the way that a recipe has; it is taken if the step stays under the budget.
+    """
     budget: Any = setting.rule
     ratio = budget.step_ratio if found is None else _average_ratio(found[2], budget.apart)
     stock = graphs().boundary
@@ -193,14 +249,15 @@ def _or_by_hand(
         lambda fw, bw, typed: rewrite(fw, bw, typed, None),
         saved,
     )
-    typed = ways.fastest(min(before_ms * budget.step_ratio, before_ms * ratio * (1 - GAIN)))
+    most_ms = math.inf if only else min(before_ms * budget.step_ratio, before_ms * ratio * (1 - GAIN))
+    typed = ways.fastest(most_ms, only) if budget.wholes else None
     if typed is None:
         return found
     reasons = tuple(
         replace(d, settings=(setting.key,), reason=f"budget: {typed.name}; {d.reason}") for d in typed.plan.decisions
     )
     plan = replace(typed.plan, decisions=reasons, live_before=before, live_after=typed.live)
-    plan = replace(plan, before_ms=before_ms, after_ms=typed.step.call_ms)
+    plan = replace(plan, before_ms=before_ms, after_ms=typed.step.call_ms, recipe=Recipe(by_hand=typed.name))
     own = bytes_of(typed.live)
     held = min(by_hand.held_on_average(whole, own, whole.peak) for whole in budget.wholes)
     plan = _in_step(plan, budget.moments, held)
@@ -256,7 +313,9 @@ def _partition(
 
     def tried(graphs: Graphs, chosen: Solution, own: Step, solution: Solution) -> Tried:
         """A copy of `graphs` with the hooks of `solution`, and its plan with live bytes and times."""
-        return hooked(graphs, _policy(solution, own, again), chosen, own, solution, stock.trace)
+        one = hooked(graphs, _policy(solution, own, again), chosen, own, solution, stock.trace)
+        recipe = Recipe(picks_of(step, chosen), picks_of(own, solution))
+        return replace(one, plan=replace(one.plan, recipe=recipe))
 
     def hooked(
         graphs: Graphs, chooses: Any, chosen: Solution, own: Step, solution: Solution, trace: Trace | None
@@ -305,13 +364,20 @@ def _partition(
             reasons = (
                 d if d.hook is KEEP else replace(d, reason=f"budget: {way}; {d.reason}") for d in one.plan.decisions
             )
-            yield replace(one, plan=replace(one.plan, decisions=tuple(reasons)))
+            yield replace(one, plan=replace(one.plan, decisions=tuple(reasons), recipe=Recipe(typed=(again, way.name))))
 
-    best, least = search(step, limits, partitioned, tried)
-    if not budget.least and not budget.wholes:  # in a step of many calls these are judged by the whole step
-        sends = on_cuda(stock.bw.graph.nodes)  # a CPU's copies free nothing
-        means = [name for name in budget.allow if sends or name != "offload"]
-        best, least = _or_typed(best, least, limits, candidates.ways(means, budget.max_error), typed)
+    sends = on_cuda(stock.bw.graph.nodes)  # a CPU's copies free nothing
+    means = [name for name in budget.allow if sends or name != "offload"]
+    if budget.recipe is not None:
+        ways = candidates.ways(means, budget.max_error)
+        least = _as_before(budget.recipe, step, partitioned, tried, ways, typed)
+        if not budget.least and not least.fits(limits):
+            raise Refused(_over(least, limits))
+        best: Tried | None = least
+    else:
+        best, least = search(step, limits, partitioned, tried)
+        if not budget.least and not budget.wholes:  # in a step of many calls these are judged by the whole step
+            best, least = _or_typed(best, least, limits, candidates.ways(means, budget.max_error), typed)
     if best is None and peak is not None and least.fits(replace(limits, peak=peak)):
         best = least  # nothing is tighter; the next steps are measured again
     if best is None:
@@ -338,6 +404,33 @@ def _partition(
     if stock.fused:
         return best.graphs.fw, best.graphs.bw, plan
     return aot.copied(best.graphs.fw, lazily=False), aot.copied(best.graphs.bw, lazily=False), plan
+
+
+def _as_before(
+    recipe: Recipe,
+    step: Step,
+    partitioned: Callable[[Solution], tuple[Graphs, Step]],
+    tried: Callable[[Graphs, Solution, Step, Solution], Tried],
+    ways: Mapping[str, Sequence[candidates.Way]],
+    typed: Callable[[str, Sequence[candidates.Way], float, float], Iterator[Tried]],
+) -> Tried:
+    """What `recipe` chose, in these graphs. Raises `Refused` if they don't have it."""
+    if recipe.typed is None:
+        chosen = chosen_again(step, recipe.partition)
+        graphs, own = partitioned(chosen)
+        return tried(graphs, chosen, own, chosen_again(own, recipe.hooks))
+    again, name = recipe.typed
+    found = [way for way in ways.get(again, ()) if way.name == name]
+    one = next(typed(again, found, math.inf, math.inf), None)
+    if one is None:
+        raise Refused(f"it has {name or 'no hook'} with {again or 'nothing'} computed again, which is no way here")
+    return one
+
+
+def _over(found: Tried, limits: Limits) -> str:
+    if limits.peak is not None and found.peak > limits.peak:
+        return f"it takes {mib(found.peak)} here, more than the {mib(limits.peak)} that there are"
+    return f"it takes {found.plan.step_ratio:.3f} times the time here, more than {limits.slowdown:.3f}"
 
 
 def _or_typed(
