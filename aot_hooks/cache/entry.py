@@ -33,7 +33,9 @@ from ..torch_private import values as torch_values
 from .key import Key, foreign_operator
 
 Place = tuple[str, str]  # module and line
-_Hook = tuple[str, Any]  # ("keep", 0), ("rule", number of the setting), or ("value", the pickled hook)
+# ("keep", 0), ("rule", number of the setting), ("means", number of the setting and of the hook in a budget), or
+# ("value", the pickled hook)
+_Hook = tuple[str, Any]
 
 
 class Refused(AotHooksError):
@@ -179,6 +181,12 @@ class Checks:
             raise Refused("a row names a setting that this graph does not have")
         return tuple(s.key for s in (settings[number] for number in chosen_by) if s is not None)
 
+    def means(self, number: int) -> tuple[Hook, ...]:
+        """The hooks that a setting chooses from, if it is a budget."""
+        setting = self.key.settings[number]
+        found: tuple[Hook, ...] = () if setting is None else getattr(setting.rule, "hooks", ())
+        return found
+
     def chosen(self, number: int, row: SavedTensor) -> Hook:
         setting = self.key.settings[number]
         if setting is None or out_of_scope(row, setting.scope):
@@ -197,6 +205,9 @@ class Checks:
         equal = equal or [number for number, each in chosen.items() if described(each).text == described(hook).text]
         if equal:
             return "rule", equal[0]
+        for number in chosen_by:
+            if hook in (means := self.means(number)):
+                return "means", (number, means.index(hook))
         try:
             return "value", pickle.dumps(hook)
         except (pickle.PicklingError, TypeError, AttributeError) as e:
@@ -214,6 +225,9 @@ class Checks:
                 raise Refused(f"a stored hook cannot be read ({type(e).__name__}: {e})") from e
             if isinstance(found, Hook):
                 return found
+        if kind == "means" and value[0] < len(self.key.settings) and value[1] < len(self.means(value[0])):
+            own: Hook = self.means(value[0])[value[1]]
+            return own
         if kind == "keep":
             return KEEP
         raise Refused(f"a row names its hook by {hook!r}")

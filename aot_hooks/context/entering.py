@@ -164,6 +164,7 @@ def _as_hook(pack: Any, unpack: Any) -> Hook:
             eager=pack.eager or unpack.eager,
             cache_hash=None if None in hashes else "/".join(map(str, hashes)),
             declines=pack.declines,
+            error=pack.error if pack == unpack else None,
         )
     for name, fn in (("pack", pack), ("unpack", unpack)):
         if not callable(fn):

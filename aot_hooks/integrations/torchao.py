@@ -73,6 +73,10 @@ class Float8Training:
     def why_packed(self, saved: SavedTensor) -> str:
         return "float8 linear layers round it too" if self._only_scaled(saved) else "float8 training"
 
+    @property
+    def error(self) -> float | None:
+        return self.hook.error
+
     def __repr__(self) -> str:
         return f"float8_training({self.hook!r})"
 

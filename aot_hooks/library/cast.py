@@ -16,6 +16,9 @@ from ..errors import OptionError
 from ..hook import Hook, Pack, hook_of, interned
 from .blocks import FLOATS, Declines, convert_back
 
+# Relative errors of normal data, root mean square (benchmarks/results, errors.cpu), and significant binary digits.
+_ERRORS = {torch.bfloat16: 0.0021, torch.float16: 0.00027, torch.float32: 3.3e-8}
+_DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 _WIDER = {2: (torch.float32, torch.float64), 4: (torch.float64,)}  # bytes of an element -> dtypes worth casting to it
 
 
@@ -48,4 +51,4 @@ def cast(dtype: torch.dtype) -> Hook:
         raise OptionError(f"cast: dtype must be one of {', '.join(map(str, FLOATS))}, got {dtype}")
     name = f"cast({str(dtype).removeprefix('torch.')})"
     declines = Declines(name, 8 * dtype.itemsize, dtypes=_WIDER[dtype.itemsize])
-    return hook_of(_Pack(name, declines, dtype), convert_back)
+    return hook_of(_Pack(name, declines, dtype), convert_back, error=_ERRORS[dtype], digits=_DIGITS[dtype])

@@ -90,6 +90,11 @@ class _Unpack:
         return from_memory_order(y.view(q.shape) if block else y, permutation)
 
 
+# Relative errors of normal data, root mean square (benchmarks/results, errors.cpu), and significant binary digits.
+_ERRORS = {torch.float8_e4m3fn: 0.032, torch.float8_e5m2: 0.064}
+_DIGITS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 3}
+
+
 @interned
 def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise") -> Hook:
     """Store floating-point tensors (bfloat16, float16, float32) in 8 bits.
@@ -114,4 +119,5 @@ def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise") -
         raise OptionError(f"float8: scaling must be one of {', '.join(map(repr, _BLOCKS))}, got {scaling!r}")
     name = f"float8({str(dtype).removeprefix('torch.float8_')}, {scaling})"
     declines = Declines("float8", 8, 4, _BLOCKS[scaling] or 1 << 62)
-    return hook_of(_Pack(name, declines, dtype, scaling), _Unpack(dtype, scaling))
+    stated: dict[str, Any] = {"error": _ERRORS[dtype], "digits": _DIGITS[dtype]}
+    return hook_of(_Pack(name, declines, dtype, scaling), _Unpack(dtype, scaling), **stated)

@@ -39,6 +39,7 @@ _MOST_BITS = 4  # of a number in a range stored bit by bit; beyond that a byte i
 @dataclass(frozen=True)
 class Lossless:
     looks_at_modules: ClassVar[bool] = False
+    error: ClassVar[float] = 0.0  # of each hook that it chooses
 
     def __call__(self, saved: SavedTensor) -> Hook:
         hook = _choose(saved)

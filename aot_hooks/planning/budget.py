@@ -79,6 +79,16 @@ class Budget:
         return self.free if self.asks_device else cast("int | None", self.peak)
 
     @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks among the means."""
+        return tuple(means for means in self.allow if isinstance(means, Hook))
+
+    @property
+    def exact(self) -> tuple[Any, ...]:
+        """The means that round nothing."""
+        return tuple(m for m in self.allow if m in EXACT or getattr(m, "error", None) == 0)
+
+    @property
     def asks_device(self) -> bool:
         """Whether the peak depends on what a device holds when a graph is compiled."""
         return self.peak == "fit" or self.total is not None
@@ -122,7 +132,8 @@ def budget(
             the graph is compiled, less 5% and less that state.
         max_slowdown: how much longer the step may take than without hooks: 0.05 for 5%, at most 1.0. Without `peak` the
             plan with the lowest peak within that time is taken; math.inf asks for the lowest at any price.
-        allow: the means that may be used; also the `float8_training(...)` of integrations.torchao.
+        allow: the means that may be used; also hooks, your own or the package's, that state their `error`, and the
+            `float8_training(...)` of integrations.torchao.
         max_error: relative error of the gradient, estimated from values' errors and bytes; 0 for exact means only. A
             single value may be off by four times as much. A hook for all values, as a user types it, is a candidate if
             its own error is at most `max_error`.
@@ -140,15 +151,19 @@ def budget(
             f"budget: expected peak or total, got both: peak={peak!r} is over what is allocated before the step, "
             f"total={total!r} is all that the process has allocated. Leave one out"
         )
-    if not isinstance(allow, list | tuple | set | frozenset) or not all(m in ALLOWED or _is_policy(m) for m in allow):
-        raise OptionError(f"budget: allow must be some of {', '.join(map(repr, ALLOWED))}, got {allow!r}")
+    if not isinstance(allow, list | tuple | set | frozenset) or not all(m in ALLOWED or _is_rule(m) for m in allow):
+        raise OptionError(
+            f"budget: allow must be some of {', '.join(map(repr, ALLOWED))}, or a Hook that states its error, "
+            f"got {allow!r}"
+        )
     if not _is_number(max_error) or not 0 <= max_error:
         raise OptionError(f"budget: max_error must be a number of at least 0, got {max_error!r}")
     if max_slowdown is not None:
         max_slowdown = _checked_slowdown(max_slowdown)
-    means = tuple(name for name in ALLOWED if name in allow) + tuple(sorted(filter(_is_policy, allow), key=repr))
+    means = tuple(name for name in ALLOWED if name in allow) + tuple(sorted(filter(_is_rule, allow), key=repr))
     if total == "fit":
         peak, total = "fit", None
+    _check_hooks(means)
     peak = peak if peak in (None, "fit") else bytes_of(peak)
     total = None if total is None else bytes_of(total, "total")
     return Budget(peak, max_slowdown, means, float(max_error), total)
@@ -218,8 +233,41 @@ def _meant(slowdown: Any) -> str:
     return "; math.inf asks for the lowest peak at any price" if number > 1 else ""
 
 
-def _is_policy(value: object) -> bool:
-    return getattr(value, "is_means", False) is True
+def _is_rule(value: object) -> bool:
+    """Whether `value` is a hook or policy that may be a means."""
+    return isinstance(value, Hook) or getattr(value, "is_means", False) is True
+
+
+def _check_hooks(allow: Sequence[Any]) -> None:
+    """Raises `OptionError` for hooks that can't be means: a budget must know what they do to a gradient."""
+    taken = {"keep", *ALLOWED, *(f"{name}()" for name in allow if isinstance(name, str))}
+    for hook in allow:
+        if isinstance(hook, str):
+            continue
+        if repr(hook) in taken:
+            raise OptionError(
+                f"budget: allow has a hook {repr(hook)!r}, a name that another means has. Leave one out, or give your "
+                "hook another name"
+            )
+        taken.add(repr(hook))
+        if not isinstance(hook, Hook):
+            continue
+        what = f"budget: allow has hook {repr(hook)!r}"
+        if hook.error is None:
+            raise OptionError(
+                f"{what}, which does not state its error, so max_error can't hold. State it: Hook(..., error=0.01) for "
+                "one hundredth of a value, root mean square, or error=0 if every number comes back exactly"
+            )
+        if hook.error and not hook.lossy:
+            raise OptionError(
+                f"{what} of error {hook.error!r}, and lossy=False, which also packs what the backward must read "
+                "exactly. Make it with Hook(..., lossy=True)"
+            )
+        if hook.eager:
+            raise OptionError(
+                f"{what} with eager=True. A budget predicts bytes and times of what it can trace. Write a hook that "
+                "can be traced, or use it without a budget"
+            )
 
 
 def _is_number(value: object) -> bool:

@@ -37,8 +37,7 @@ from ..steps.recorder import Event, Phase, Trace
 from ..steps.schedule import DECIDED_LATER
 from ..torch_private import aot
 from .kernels import split_and_hold
-from .options import _ERRORS as ERRORS
-from .options import Graphs
+from .options import Graphs, error_of
 from .step import COMPUTED
 
 _STALLS = (0.01, 0.03, 0.1, 0.3, math.inf)  # Shares of a step that copies may hold it up, tried in this order.
@@ -253,7 +252,7 @@ class Ways:
         if "lossless" in self.allow:
             forms["lossless"] = lossless()
         rounded = {"float8": float8(), "int8": int8(128, power_of_two=True)}  # the fastest first, one is enough
-        allowed = [name for name in rounded if name in self.allow and ERRORS[name] <= self.max_error]
+        allowed = [name for name in rounded if name in self.allow and error_of(rounded[name]) <= self.max_error]
         return forms | {name: rounded[name] for name in allowed[:1]}
 
     def _typed(self, graphs: Graphs, form: str, then: Any, rates: Rates | None, *, again: bool) -> Typed | None:
@@ -267,7 +266,7 @@ class Ways:
             return for_budget(offload(_MIN_BYTES, then, across_graphs=True, **limits))
 
         found, plan, live = self._rewritten(graphs, sending(0.0), again=again)
-        if _error(plan, form, self.saved_bytes) > self.max_error:
+        if _error(plan, then, self.saved_bytes) > self.max_error:
             return None
         call = _call(found, plan, live)
         step_ms = self.wholes[-1].calls * (call.forward_ms + call.backward_ms)
@@ -334,7 +333,7 @@ def _call(graphs: Graphs, plan: Plan, live: Sequence[LivePoint]) -> Call:
     return Call(nbytes, items, longer * forward, longer * backward)
 
 
-def _error(plan: Plan, form: str, saved_bytes: int) -> float:
+def _error(plan: Plan, then: Any, saved_bytes: int) -> float:
     """The relative error of the gradient, estimated from bytes: of what the backward reads, a part is rounded, and a
     part is computed from it again, which may be twice as wrong."""
     rounded = sum(d.saved_bytes for d in plan.decisions if d.hook is not KEEP and d.hook.lossy)
@@ -343,7 +342,7 @@ def _error(plan: Plan, form: str, saved_bytes: int) -> float:
         return 0.0
     all_bytes = max(saved, saved_bytes)
     again = rounded / saved * (all_bytes - saved)
-    return ERRORS[form] * math.sqrt((rounded + COMPUTED * again) / all_bytes)
+    return error_of(then) * math.sqrt((rounded + COMPUTED * again) / all_bytes)
 
 
 def _link(graphs: Graphs) -> Rates | None:

@@ -14,11 +14,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..hook import KEEP
+from ..hook import KEEP, Hook
 from ..library.float8 import float8
 from ..library.integer import int4, int8
 from ..library.lossless import lossless
-from ..offloading.hook import offload
+from ..offloading.hook import offload, settings_of
 from .options import error_of
 from .step import KEPT, Option, Step
 
@@ -53,13 +53,16 @@ class Way(NamedTuple):
 def ways(allow: Sequence[Any], max_error: float) -> dict[str, list[Way]]:
     """The ways that `allow` has the means for, by what they compute again."""
     rounded = {"float8()": float8(), "int8()": int8(), "int4()": int4()}
-    rounded = {name: hook for name, hook in rounded.items() if name[:-2] in allow and error_of(name) <= max_error}
+    rounded = {name: hook for name, hook in rounded.items() if name[:-2] in allow}
+    rounded |= {repr(means): means for means in allow if isinstance(means, Hook)}
+    rounded = {name: hook for name, hook in rounded.items() if error_of(hook) <= max_error}
     hooks: dict[str, Any] = {"": KEEP}
     hooks |= {"lossless()": lossless()} if "lossless" in allow else {}
     hooks |= rounded
     sent = {"offload()": offload()} if "offload" in allow else {}
     if sent:
-        hooks |= sent | {f"offload(then={name})": offload(then=hook) for name, hook in rounded.items()}
+        forms = {name: hook for name, hook in rounded.items() if settings_of(hook) is None}
+        hooks |= sent | {f"offload(then={name})": offload(then=hook) for name, hook in forms.items()}
     found = {"": [Way("", name, rule) for name, rule in hooks.items() if name]}
     if "recompute" in allow:
         found[POINTWISE] = [Way(POINTWISE, name, rule) for name, rule in hooks.items()]

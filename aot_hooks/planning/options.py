@@ -35,10 +35,11 @@ from ..graphs.roofline import (
 )
 from ..graphs.saved import Boundary, SavedValue, boundary
 from ..graphs.speeds import Rates, measured_rates
+from ..hook import Hook
 from ..library.float8 import float8
 from ..library.integer import int4, int8
 from ..library.lossless import lossless
-from ..offloading.hook import offload
+from ..offloading.hook import offload, settings_of
 from ..offloading.transfers import COPIES
 from ..passes.live_bytes import LivePoint, live_bytes
 from ..passes.plan import NOTHING, Unpacked, decide
@@ -50,10 +51,7 @@ from ..torch_private.values import hint
 from .recomputation import with_recompute
 from .step import Option, Step, Value
 
-# relative error of a value that comes back, root mean square over normal data (benchmarks/results, errors.cpu)
-_ERRORS = {"float8": 0.032, "int8": 0.01, "int4": 0.165}
-_EXACT = ("lossless()", "offload()")  # of `_rules`
-_FEW_DIGITS = ("float8()", "int4()")  # of `_rules`, see `SPARED`
+_FEW_DIGITS = 4  # significant binary digits of numbers whose products take less power, see `SPARED`
 _MOST = 4  # times the limit on the gradient's error that a single value's may be
 _SEGMENT = 8  # most storages of a part of the backward
 _LAYER = 4  # storages, on average, of modules that count as layers without a number in their names
@@ -232,13 +230,15 @@ def _hook_options(
     on_gpu = [group[0].row.device.type == "cuda" for group in groups]
     ours = dataclasses.replace(graphs.boundary, tensors=[value for group in groups for value in group])
     for name, rule in _rules(tuple(allow), max_error).items():
-        unpacked = graphs.unpacked if error_of(name) else NOTHING
+        error = error_of(rule)
+        unpacked = graphs.unpacked if error else NOTHING
+        sends = isinstance(rule, Hook) and settings_of(rule) is not None
         choices = decide(ours, Setting(rule, scope), {}, unpacked, for_inductor=graphs.fused)
         choices, units = trace_units(choices, graphs.trace, for_inductor=graphs.fused)
         packed = {choice.value: choice for choice in choices if choice.packs}
         unit_of = {unit.saved: unit for unit in units}
         for i, group in enumerate(groups):
-            if not all(value in packed for value in group) or ("offload" in name and not on_gpu[i]):
+            if not all(value in packed for value in group) or (sends and not on_gpu[i]):
                 continue
             own = [packing for value in group if value in unit_of for packing in unit_of[value].packings]
             if len(own) != 1 or any(unit_of[value].keep for value in group if value in unit_of):
@@ -252,10 +252,10 @@ def _hook_options(
             in_passing = graphs.fused and any(_passes(value.fw_node, traced.pack, lengths) for value in group)
             ms, work, by_host = cost(group[0].row.nbytes, in_passing, registers, traced)
             ms += link_ms(on_host, rates)
-            if on_gpu[i] and any(rounded in name for rounded in _FEW_DIGITS):
+            if on_gpu[i] and hook.digits is not None and hook.digits <= _FEW_DIGITS:
                 ms -= min(ms, SPARED * sum(bw_ms[n] for n in readers if has_formula(n)))
             in_registers = registers and on_gpu[i]
-            option = Option(name, hook, nbytes, ms, error_of(name), on_host, work, in_registers, host_ms=by_host)
+            option = Option(name, hook, nbytes, ms, error, on_host, work, in_registers, host_ms=by_host)
             found[i].append(option)
     return found
 
@@ -287,6 +287,7 @@ def _only_loops(gm: GraphModule) -> bool:
 def _rules(allow: tuple[Any, ...], max_error: float) -> dict[str, Any]:
     """The hooks and policies of `allow`, by name, without those whose error is far above `max_error`."""
     rules: dict[str, Any] = {repr(means): means for means in allow if not isinstance(means, str)}
+    own = {name: rule for name, rule in rules.items() if isinstance(rule, Hook) and settings_of(rule) is None}
     if "lossless" in allow:
         rules["lossless()"] = lossless()
     lossy = {"float8": float8(), "int8": int8(128, power_of_two=True), "int4": int4()}
@@ -295,13 +296,15 @@ def _rules(allow: tuple[Any, ...], max_error: float) -> dict[str, Any]:
     if "offload" in allow:
         # the schedule must not drop a copy of the plan: the peak would be higher than planned
         rules["offload()"] = offload(max_stall_ms=math.inf)
-        rules |= {f"offload(then={name})": offload(then=h, max_stall_ms=math.inf) for name, h in rounded.items()}
-    return {name: rule for name, rule in rules.items() if error_of(name) <= _MOST * max_error}
+        forms = rounded | own
+        rules |= {f"offload(then={name})": offload(then=h, max_stall_ms=math.inf) for name, h in forms.items()}
+    return {name: rule for name, rule in rules.items() if error_of(rule) <= _MOST * max_error}
 
 
-def error_of(name: str) -> float:
-    """The relative error of values stored by a rule of `_rules`; infinite, so above any limit, for an unknown one."""
-    return 0.0 if name in _EXACT else max((e for kind, e in _ERRORS.items() if kind in name), default=math.inf)
+def error_of(rule: Any) -> float:
+    """The relative error of values that a hook or policy stores; infinite, so above any limit, if it states none."""
+    error = getattr(rule, "error", None)
+    return math.inf if error is None else float(error)
 
 
 def _work_bytes(gm: GraphModule, fused: bool) -> int:

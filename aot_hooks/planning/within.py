@@ -35,7 +35,7 @@ from ..settings.setting import Setting
 from ..torch_private import aot
 from . import by_hand, candidates, progress
 from .apart import GAIN, Ways, as_data, is_faster
-from .budget import EXACT, Budget, fitted, mib
+from .budget import Budget, fitted, mib
 from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
 from .options import Graphs, layers_of, step_of
 from .recipe import Recipe, Refused, chosen_again, picks_of
@@ -123,7 +123,7 @@ def partition_within(
     ways = [strict]
     if strict.moments_at_least:  # other graphs hold their least, in place of their share of the budget
         ways.append(replace(strict, moments=strict.moments_at_least))
-    exact = tuple(name for name in budget.allow if name in EXACT)
+    exact = budget.exact
     if budget.max_error and exact and exact != budget.allow:  # the search tries few choices, and these are fewer
         ways.append(replace(ways[-1], allow=exact, max_error=0.0))
     found: _Planned | None = None

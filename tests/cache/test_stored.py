@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import pickle
 import re
 from typing import Any
@@ -84,6 +85,18 @@ def test_plans_come_back_as_they_were(rule: Any) -> None:
     )
     assert any(a is not aot_hooks.KEEP for a, _ in hooks)
     assert (found[0].saved_bytes, found[0].packed_bytes) == (plans[0].saved_bytes, plans[0].packed_bytes)
+
+
+def test_a_hook_among_the_means_of_a_budget_is_stored_by_its_number() -> None:
+    own = aot_hooks.Hook("own", lambda x: x.half(), lambda p: p.float(), lossy=True, error=3e-4)  # can't be pickled
+    policy = aot_hooks.budget(max_slowdown=math.inf, allow=("lossless", aot_hooks.int8(8), own))
+    key = key_for(policy)
+    (plan,) = plans_of(own)
+    rows = tuple(dataclasses.replace(d, settings=(key.settings[0].key,)) for d in plan.decisions)
+    plans = [dataclasses.replace(plan, decisions=rows)]
+    assert any(d.hook is own for d in rows)
+    (found,) = unpack(pack_up(plans, Checks(key), lambda: places(plans)), Checks(key), lambda: places(plans))
+    assert [d.hook for d in found.decisions] == [d.hook for d in rows]
 
 
 def test_rows_have_the_places_of_the_program_that_reads_them() -> None:
