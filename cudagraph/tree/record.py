@@ -314,7 +314,7 @@ def _sort_outputs(
 
 
 def _slots_of_pool(function: Function, pool: Pool, found: _SortedOutputs, on_path: dict[int, Slot]) -> dict[int, Slot]:
-    """The slots in the pool, on the path or on the host. Raises `CannotCapture` if other new memory is still allocated."""
+    """The slots in the pool, on the path or on the host. Raises `CannotCapture` if other memory is allocated."""
     allowed = found.blocks | {slot.address for slot in found.slots.values() if not slot.host}
     if pool.live_blocks_are(allowed):
         return found.slots
