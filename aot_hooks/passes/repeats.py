@@ -183,6 +183,11 @@ def erase_unused(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, ends: C
     _erase(bw, ends)
     times = Counter(node for node, _ in pairs)
     unused = [(n, s) for n, s in pairs if s in used and not s.users and _is_tensor(s) and times[n] == 1]
+    stop_saving(fw, bw, num_fwd_outputs, unused)
+
+
+def stop_saving(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, unused: Collection[tuple[Node, Node]]) -> None:
+    """Take the saved values `unused`, each with its input of `bw` that nothing reads, out of both graphs."""
     for _, slot in unused:
         bw.graph.erase_node(slot)
     gone = {node for node, _ in unused}

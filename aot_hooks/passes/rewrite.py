@@ -18,6 +18,7 @@ from ..graphs.lifetimes import is_packed_alone, random_masks
 from ..graphs.nodes import input_storages, storage_of
 from ..graphs.saved import SavedTensor, SavedValue, boundary, crossing_pairs
 from ..hook import KEEP
+from ..library.lossless import Lossless
 from ..offloading.hook import settings_of
 from ..offloading.placement import Leaf, place
 from ..offloading.transfers import offload_wait
@@ -29,6 +30,7 @@ from ..torch_private.values import hint
 from .answers import ANSWERS, add_answers
 from .dedup_copies import dedup_copies
 from .edits import log, show
+from .gathers import gather_again, with_gathers
 from .inline import inline, lift_constants
 from .plan import NOTHING, UNCOPIED, Choice, Decision, Plan, Unpacked, decide
 from .results import save_results, with_results
@@ -82,6 +84,11 @@ def rewrite(
             replaced = save_results(fw, bw, num_fwd_outputs, roots)
     cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
     choices = decide(cross, ambient, regions, unpacked, for_inductor=for_inductor)
+    gathered: tuple[Choice, ...] = ()
+    exact = ambient is not None and isinstance(ambient.rule, Lossless)
+    if trace is None and (gathered := gather_again(fw, bw, num_fwd_outputs, choices, also_kept=exact)):
+        cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
+        choices = decide(cross, ambient, regions, unpacked, for_inductor=for_inductor)
     cross, choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)
     choices = dedup_copies(choices, cross.kept_storages)
     choices, units = trace_units(choices, trace or tracer(for_inductor), for_inductor=for_inductor)
@@ -103,7 +110,7 @@ def rewrite(
         )
         show("forward after", fw)
         show("backward after", bw)
-    plan = with_results(_as_plan(choices, units, transfers), *replaced)
+    plan = with_gathers(with_results(_as_plan(choices, units, transfers), *replaced), gathered)
     log.debug("plan: %d saved tensors, %d packed", len(plan.decisions), sum(d.hook is not KEEP for d in plan.decisions))
     return plan
 

@@ -240,5 +240,7 @@ def _repeatable(node: Node) -> bool:
         return False
     if target._schema.is_mutable or node.is_impure() or torch.Tag.nondeterministic_seeded in target.tags:
         return False
+    if target is torch.ops.aten.index.Tensor:  # by a mask, the result has a new size each time
+        return all(n.meta["val"].dtype in (torch.int32, torch.int64) for n in node.all_input_nodes[1:])
     known = str(target).split(".")[1] in _REPEATABLE or torch.Tag.reduction in target.tags
     return known or fuses(node) or has_formula(node)

@@ -1,0 +1,179 @@
+"""Rows that are gathered from a saved tensor by saved indices: the backward gathers them again, and they don't cross.
+
+      forward                               backward, before              backward, after
+        r = mm(h, router)                     dr = mm(h.t(), ...)           dr = mm(h.t(), ...)
+        x = index(h, [token])                                               x = index(h, [token])
+        y = grouped_mm(x, w, ends)            dw = grouped_mm(x.t(), ...)   dw = grouped_mm(x.t(), ...)
+        saved: h, token, x                    inputs: h, token, x           inputs: h, token
+
+A mixture of experts gathers each token once for each expert that it goes to: x has top-k times the bytes of h. The
+router's backward reads h, and the gather's backward reads the indices. The partitioner saves x nevertheless.
+Indices are whole numbers, so no hook rounds them. Gathering commutes with packing by rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from cudagraph.placeholder import results_of
+
+from ..graphs.nodes import input_storages, storage_of, storages
+from ..graphs.read_tables import MOVES, MOVES_BY_INDEX
+from ..graphs.saved import crossing_pairs
+from ..hook import KEEP, Hook
+from .answers import in_plans_only
+from .edits import run_on_fakes
+from .plan import Choice, Plan, with_rows
+from .repeats import stop_saving
+
+_aten = torch.ops.aten
+GATHERED = Hook("gathered again", in_plans_only, in_plans_only)
+"""Stands in plans for the hook of a value that does not cross, because the backward gathers it again. Never run."""
+
+
+def gather_again(
+    fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, choices: Sequence[Choice], *, also_kept: bool
+) -> tuple[Choice, ...]:
+    """Have the backward gather again what a hook would pack. Edits both graphs in place.
+
+    The gathered tensor must stay as it is, or have the same hook. With `also_kept` values without a hook are gathered
+    again, too: `lossless` means to save bytes, and this is an exact way. Returns the choices for values that
+    no longer cross.
+    """
+    pairs = [(n, slot) for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)]
+    slots = dict(pairs)
+    alive = input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])
+    times = Counter(storage_of(n) for n, _ in pairs)
+    hooks = {c.value.fw_node: c.uses[0][0] if len(c.uses) == 1 else None for c in choices}
+    gone: list[tuple[Any, Node]] = []
+    found: list[Choice] = []
+    for choice in choices:
+        node, slot = choice.value.fw_node, choice.value.bw_node
+        own = hooks[node]
+        if own is None or (own is KEEP and not also_kept) or not slot.users:
+            continue
+        if storage_of(node) in alive or times[storage_of(node)] > 1:  # its bytes stay alive anyway
+            continue
+        sources = {n: s for n, s in slots.items() if n is not node}
+        undone = _undone(sources)
+        chain = _made_from(node, sources, undone)
+        if not any(n not in undone and str(n.target) not in MOVES for n in chain):
+            continue
+        data = [undone[n].saved if n in undone else n.all_input_nodes[0] for n in chain]
+        if all(hooks.get(n, KEEP) in (own, KEEP) for n in data if n in sources and _is_float(n)):
+            slot.replace_all_uses_with(_made_again(bw, chain, sources, undone, min(slot.users)))
+            del slots[node]
+            gone.append((node, slot))
+            found.append(choice)
+    stop_saving(fw, bw, num_fwd_outputs, gone)
+    return tuple(found)
+
+
+def with_gathers(plan: Plan, choices: Sequence[Choice]) -> Plan:
+    """`plan` with a row for each of `choices`, which `gather_again` returned: they cross without hooks only."""
+    why = "the backward gathers it again from a saved tensor, by saved indices"
+    count = len(plan.decisions)
+    plan = with_rows(plan, [choice.value.row for choice in choices], GATHERED, why)
+    own = (replace(d, settings=c.settings) for d, c in zip(plan.decisions[count:], choices, strict=True))
+    return replace(plan, decisions=(*plan.decisions[:count], *own))
+
+
+@dataclass(frozen=True)
+class _Undone:
+    """How to make a value of the forward from a transpose or reshaped view of it that is saved."""
+
+    saved: Node  # the view
+    target: Any  # of the operator that undoes it, whose arguments after the view are `args`
+    args: tuple[Any, ...]
+
+
+def _undone(sources: Iterable[Node]) -> dict[Node, _Undone]:
+    """What `sources` are views of with the same numbers, such as h if `h.t()` is saved."""
+    found: dict[Node, _Undone] = {}
+    for node in sources:
+        while (undone := _inverse(node)) is not None:
+            (node,) = node.all_input_nodes
+            if node in sources or node in found:
+                break
+            found[node] = undone
+    return found
+
+
+def _inverse(node: Node) -> _Undone | None:
+    """What undoes `node`, if it is a transpose, or a view between constant sizes."""
+    if node.op != "call_function" or len(node.all_input_nodes) != 1:
+        return None
+    base = node.all_input_nodes[0].meta["val"]
+    if node.target in (_aten.t.default, _aten.transpose.int):
+        dimensions = node.args[1:] or (0, base.dim() - 1)
+        return _Undone(node, _aten.transpose.int, dimensions)
+    if node.target is _aten.permute.default:
+        order = [d % base.dim() for d in node.args[1]]  # type: ignore[union-attr]
+        return _Undone(node, _aten.permute.default, (sorted(range(len(order)), key=order.__getitem__),))
+    if node.target is _aten.view.default and all(isinstance(n, int) for n in base.shape):
+        return _Undone(node, _aten.view.default, (list(base.shape),))
+    return None
+
+
+def _made_from(node: Node, sources: Mapping[Node, Node], undone: Mapping[Node, _Undone]) -> list[Node]:
+    """The moves and gathers that make `node` from `sources`, in their order; [] if more than these are needed."""
+    chain: dict[Node, None] = {}
+
+    def is_made(n: Node) -> bool:
+        if n in sources or n in chain:
+            return True
+        if n in undone:
+            found = is_made(undone[n].saved)
+        elif n.op != "call_function" or str(n.target) not in MOVES_BY_INDEX or not all(map(_is_whole, _indices_of(n))):
+            return False
+        else:
+            found = all(is_made(source) for source in n.all_input_nodes)
+        if found:
+            chain[n] = None
+        return found
+
+    return list(chain) if is_made(node) else []
+
+
+def _indices_of(node: Node) -> list[Node]:
+    """The indices of a gather; a move has none."""
+    return [n for n in node.all_input_nodes[1:] if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def _is_whole(indices: Node) -> bool:
+    """Whether `indices` are numbers of rows, not a mask, whose count of rows is known from its values only."""
+    return indices.meta["val"].dtype in (torch.int32, torch.int64)
+
+
+def _is_float(node: Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+def _made_again(
+    bw: GraphModule,
+    chain: Sequence[Node],
+    sources: Mapping[Node, Node],
+    undone: Mapping[Node, _Undone],
+    reader: Node,
+) -> Node:
+    """Copy `chain` of the forward to the place before `reader`, whose hook the copies are read by; returns the last."""
+    copies: dict[Node, Node] = dict(sources)
+    with bw.graph.inserting_before(reader):
+        for node in chain:
+            if (how := undone.get(node)) is not None:
+                made = bw.graph.call_function(how.target, (copies[how.saved], *how.args))
+            else:
+                made = bw.graph.node_copy(node, copies.__getitem__)
+            made.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "original_aten", "nn_module_stack")}
+            if "custom" in reader.meta:
+                made.meta["custom"] = reader.meta["custom"]
+            run_on_fakes(made)
+            copies[node] = made
+    return copies[chain[-1]]
