@@ -41,6 +41,7 @@ from ..contract import check_packed, check_unpacked, function_named, input_mutat
 from ..errors import AotHooksError, HookContractError, HookTraceError
 from ..graphs.backward_reads import Read
 from ..graphs.layout import expanded_dimensions, with_strides
+from ..graphs.probabilities import as_probabilities
 from ..hook import KEEP, Hook
 from ..identity.frozen import described
 from ..identity.tensors import READ_EACH_TIME, tensor_digest
@@ -92,6 +93,7 @@ class EagerValue:
         self.waiting = this_thread()
         self.death: Any = None  # the weak reference that reports the death of `x`
         self.operator = autograd.next_sequence_number()  # greater than that of the operator that saves `x`
+        self.softmax_dimension = autograd.softmax_dimension(x)
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.stride = x.stride() if x.layout is torch.strided else ()
 
@@ -414,6 +416,8 @@ def _unpack(value: EagerValue, packed: _Packed | None) -> torch.Tensor:
     check_unpacked(out, packed.shape, value.dtype, value.device, lambda: _at(value, hook, "unpack"))
     if out.stride() != packed.stride and not hook.lossy:  # kernels may choose by strides, and round differently
         out = with_strides(out, packed.stride)
+    if hook.lossy and value.softmax_dimension is not None:
+        out = as_probabilities(out, value.softmax_dimension)
     restored: torch.Tensor = out if out.shape == value.shape else out.expand(value.shape)
     return restored
 

@@ -25,6 +25,7 @@ from cudagraph.placeholder import after_inputs, results_of
 
 from ..graphs.layout import fake_in, in_layout, in_memory_order, laid_out, layout_of
 from ..graphs.nodes import PACKED, has_tag, storage_of
+from ..graphs.probabilities import is_division_by_sum, summed_dimension
 from ..graphs.saved import Boundary, SavedValue
 from ..torch_private import values as torch_values
 from ..torch_private.inductor_fusion import FROM_HOOK, mark_alone
@@ -68,6 +69,8 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
                 for layout in strides:
                     with_gaps = not packing.hook.lossy  # the numbers are rounded anyway, and gaps take memory
                     out = _from_hook(bw, in_layout, out, layout, with_gaps, value=unit.source.meta["val"])
+                if packing.hook.lossy:
+                    out = _with_sum_of_one(bw, out, unit, packing.readers)
                 _read_from(bw, out, packing.readers, unit, numbers)
             packings.append(packing)
         inlined.append(replace(unit, packings=tuple(packings)))
@@ -246,6 +249,33 @@ def _read_from(bw: GraphModule, out: Node, readers: Collection[Node], unit: Unit
         for reader in list(member.bw_node.users):
             if reader in readers:
                 reader.replace_input_with(member.bw_node, source)
+
+
+def _with_sum_of_one(bw: GraphModule, out: Node, unit: Unit, readers: Collection[Node]) -> Node:
+    """`out` as probabilities, if it is a result of softmax. Of its exponentials, what `readers` divide is made so."""
+    dimension = summed_dimension(unit.saved.fw_node)
+    if dimension is None:
+        return out
+    members = (unit.saved.bw_node, *(view.bw_node for view in unit.views))
+    quotients = [r for r in readers if any(is_division_by_sum(r, member) for member in members)]
+    for quotient in quotients:
+        with bw.graph.inserting_before(quotient.next):
+            made = _as_probabilities(bw, quotient, dimension)
+        own = with_inputs([made], until=[quotient])
+        for reader in [user for user in quotient.users if user not in own]:
+            reader.replace_input_with(quotient, made)
+    is_result = str(unit.saved.fw_node.target) != "aten.exp.default"
+    return _as_probabilities(bw, out, dimension) if is_result and not quotients else out
+
+
+def _as_probabilities(bw: GraphModule, y: Node, dimension: int) -> Node:
+    """The calls of `as_probabilities`, which says why."""
+    dtype = y.meta["val"].dtype
+    convert = torch.ops.prims.convert_element_type.default
+    wide = y if dtype in (torch.float32, torch.float64) else call(bw.graph, convert, y, torch.float32)
+    total = call(bw.graph, torch.ops.aten.sum.dim_IntList, wide, [dimension], True)
+    made = call(bw.graph, torch.ops.aten.div.Tensor, wide, total)
+    return made if wide is y else call(bw.graph, convert, made, dtype)
 
 
 def _in_backward(bw: GraphModule, arguments: Any, value: SavedValue, numbers: _Pairs) -> Any:

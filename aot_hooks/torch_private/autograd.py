@@ -154,6 +154,14 @@ def sequence_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+def softmax_dimension(x: torch.Tensor) -> int | None:
+    """The dimension along which the numbers of `x` add up to one, if a softmax has made it."""
+    node: Any = x.grad_fn
+    if node is None or node.name() != "SoftmaxBackward0" or x.dim() == 0:
+        return None
+    return int(node._saved_dim + (1 << 63)) % (1 << 64) - (1 << 63)  # torch gives it without its sign
+
+
 # --- what the nodes of eager code have saved --------------------------------------------------------------------------
 
 # the node whose backward runs on this thread; None outside of a backward

@@ -1,0 +1,67 @@
+"""Probabilities that were rounded are divided by their sum, so that the derivative of softmax bears the rounding.
+
+      y * (g - sum(g * y))  =  y * sum(y_j * (g - g_j))        only if the numbers of y add up to one
+
+The right side is made of products of the other numbers, so 6% of each is some percent of it. The left side is a
+difference. Of a token that a router sends to one expert with 0.99, the terms are 100 times the difference: a y that
+adds up to 1.03 is 3 times as far off as the gradient is large. The same holds for a head that attends to one token.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch.fx import Node
+
+from .nodes import op_name, view_source
+
+_aten = torch.ops.aten
+_SOFTMAX = "aten._softmax.default"
+
+
+def summed_dimension(node: Node) -> int | None:
+    """The dimension along which softmax divides the numbers of `node` by their sum, or did; None if it does not.
+
+    `node` is a result of softmax, or the exponentials that become one. Views count if softmax is along the last
+    dimension and they keep it.
+    """
+    value = node.meta["val"]
+    moved = False
+    while (source := view_source(node)) is not None:
+        if node.target in (_aten.t.default, _aten.transpose.int, _aten.permute.default):
+            return None
+        moved |= node.target not in (_aten.alias.default, _aten.detach.default)
+        node = source
+    dimension = _dimension_of(node)
+    if dimension is None or value.dim() == 0:
+        return None
+    rank = node.meta["val"].dim()
+    if not moved:
+        return int(dimension % rank)
+    is_last = dimension % rank == rank - 1 and value.shape[-1] == node.meta["val"].shape[-1]
+    return int(value.dim()) - 1 if is_last else None
+
+
+def _dimension_of(node: Node) -> int | None:
+    """The dimension of the softmax whose result, or whose exponentials, `node` computes."""
+    if str(node.target) == _SOFTMAX:
+        return cast("int", node.args[1])
+    if op_name(node) != _SOFTMAX:  # a piece of it, for Inductor
+        return None
+    exponentials = node.args[0] if node.target is _aten.div.Tensor else node
+    if not isinstance(exponentials, Node) or exponentials.target is not _aten.exp.default:
+        return None
+    totals = [user for user in exponentials.users if user.target is _aten.sum.dim_IntList]
+    return cast("list[int]", totals[0].args[1])[0] if totals else None
+
+
+def is_division_by_sum(node: Node, exponentials: Node) -> bool:
+    """Whether `node` is the piece of softmax that makes probabilities of `exponentials`."""
+    return op_name(node) == _SOFTMAX and node.target is _aten.div.Tensor and node.args[0] is exponentials
+
+
+def as_probabilities(y: torch.Tensor, dimension: int) -> torch.Tensor:
+    """`y`, divided by its sum along `dimension`; at least in single precision inside."""
+    wide = y if y.dtype is torch.float64 else y.float()
+    return (wide / wide.sum(dimension, keepdim=True)).to(y.dtype)

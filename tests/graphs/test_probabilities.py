@@ -1,0 +1,89 @@
+"""The derivative of softmax reads rounded probabilities divided by their sum: sharp ones bear rounding, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import total_error
+from torch import Tensor
+
+import aot_hooks
+from aot_hooks import KEEP, float8, int8
+from aot_hooks.graphs.probabilities import as_probabilities
+
+ROWS, WIDTH, EXPERTS = 64, 64, 64
+SHARP = 30.0  # the mean of the largest probabilities is then 0.95
+
+
+def gradients(fn: Callable[..., Tensor], logits: Tensor, weights: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(fn(logits, weights), [logits]))
+
+
+def scores(h: Tensor, w: Tensor) -> Tensor:
+    """A loss of probabilities: only softmax's derivative reads a tensor that a hook takes."""
+    return (torch.softmax(h * 1.0, -1) * w).sum()
+
+
+def of_heads(h: Tensor, w: Tensor) -> Tensor:
+    """As attention has it: probabilities of two heads, read by their product with the values as well."""
+    p = torch.softmax((h * 1.0).view(2, ROWS // 2, EXPERTS), -1)
+    return (torch.bmm(p, w.view(2, EXPERTS, ROWS // 2)) * w[: ROWS // 2, : ROWS // 2]).sum()
+
+
+def of_columns(h: Tensor, w: Tensor) -> Tensor:
+    return (torch.softmax(h * 1.0, 0) * w).sum()
+
+
+def data(scale: float = SHARP, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits, weights = (torch.randn(ROWS, EXPERTS, generator=generator) for _ in range(2))
+    return (logits * scale).to(dtype).requires_grad_(), weights.to(dtype)
+
+
+@pytest.mark.parametrize("fn", [scores, of_heads, of_columns])
+def test_gradients_through_sharp_probabilities(fn: Callable[..., Tensor]) -> None:
+    args = data()
+    exact = gradients(fn, *args)
+    for hook, bound in ((float8(), 0.03), (int8(), 0.02)):
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend="aot_hooks", options={"inner": "aten", "policy": hook})
+        found = total_error(gradients(compiled, *args), exact)
+        packed = {d.saved.op for plan in aot_hooks.last_plans(compiled) for d in plan.decisions if d.hook is not KEEP}
+        with aot_hooks.saved_tensors_policy(hook):
+            eager = total_error(gradients(fn, *args), exact)
+
+        assert "aten._softmax.default" in packed
+        assert 0 < found <= bound
+        assert eager <= bound
+
+
+def test_a_hook_that_is_not_lossy_gives_what_it_gives() -> None:
+    """A user's functions are applied as asked."""
+    args = data()
+    half = aot_hooks.Hook("half", lambda x: x * 0.5, lambda p: p)
+    compiled = torch.compile(scores, backend="aot_hooks", options={"inner": "aten", "policy": half})
+
+    y = torch.softmax(args[0].detach(), -1) * 0.5
+    expected = y * (args[1] - (y * args[1]).sum(-1, keepdim=True))
+    assert torch.allclose(gradients(compiled, *args)[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_probabilities_add_up_to_one(dtype: torch.dtype) -> None:
+    y = torch.softmax(data(1.0, dtype)[0], -1) * torch.linspace(0.9, 1.1, ROWS, dtype=dtype)[:, None]
+    made = as_probabilities(y, -1)
+
+    assert made.dtype is dtype
+    assert (made.double().sum(-1) - 1).abs().max() <= 2 * torch.finfo(dtype).eps * 2
+
+
+@pytest.mark.slow
+def test_exponentials_become_probabilities_with_inductor() -> None:
+    """There the forward may save the exponentials, and the backward divides them by their sum."""
+    args = data()
+    compiled = torch.compile(lambda h, w: scores(F.silu(h) * 2, w), backend="aot_hooks", options={"policy": float8()})
+    exact = gradients(lambda h, w: scores(F.silu(h) * 2, w), *args)
+    assert total_error(gradients(compiled, *args), exact) <= 0.03
