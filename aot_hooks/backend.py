@@ -534,7 +534,8 @@ def planning_partition(
         first: list[_Stock] = []  # of the first split
 
         def split() -> tuple[GraphModule, GraphModule]:
-            min_cut = partial(aot.min_cut_partition, joint, joint_inputs, merge_repeats=not apart, **kwargs)
+            merges = not apart and not first  # the first split has merged what repeats in `joint` itself
+            min_cut = partial(aot.min_cut_partition, joint, joint_inputs, merge_repeats=merges, **kwargs)
             fw, bw = partitioned(joint, min_cut, kwargs["num_fwd_outputs"], state)
             if len(donated) == number:  # the first time: as it is without hooks
                 donated.append(donates(fw, bw, kwargs["num_fwd_outputs"]))

@@ -27,7 +27,18 @@ from cudagraph.placeholder import nearest_first
 
 from ..torch_private import aot
 from ..torch_private import values as torch_values
-from .nodes import has_tag, input_storages, is_view, output_storages, storage_bytes, storage_of, storages, tensor_bytes
+from .layout import in_layout, laid_out
+from .nodes import (
+    has_tag,
+    input_storages,
+    is_view,
+    output_storages,
+    returns_view,
+    storage_bytes,
+    storage_of,
+    storages,
+    tensor_bytes,
+)
 
 SPLIT = "aot_hooks_split"  # in the `meta` of nodes that are not in the kernel of those before them
 _MOST_JOINED = 8  # max_complex_pointwise_cat_inputs
@@ -54,7 +65,17 @@ _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "
 
 def fuses(node: Node) -> bool:
     """Whether a compiler fuses `node` with its neighbours: pointwise operators, views and some concatenations."""
-    return node.op == "call_function" and (_is_pointwise(node.target) or is_view(node) or _shifts(node))
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_view(node)
+    return _fuses_always(node.target) or _is_pointwise_cat(node)
+
+
+@functools.cache
+def _fuses_always(target: Any) -> bool:
+    """Whether `fuses` holds for an operator, whatever it reads."""
+    return _is_pointwise(target) or target in (laid_out, in_layout) or returns_view(target) or _is_into_larger(target)
 
 
 @functools.cache  # operators are few
@@ -65,7 +86,12 @@ def _is_pointwise(target: Any) -> bool:
 
 def _shifts(node: Node) -> bool:
     """Whether `node` is pointwise but reads elsewhere than it writes: it puts tensors into a larger one."""
-    return str(node.target) in _INTO_LARGER or _is_pointwise_cat(node)
+    return _is_into_larger(node.target) or _is_pointwise_cat(node)
+
+
+@functools.cache
+def _is_into_larger(target: Any) -> bool:
+    return str(target) in _INTO_LARGER
 
 
 def _is_pointwise_cat(node: Node) -> bool:
@@ -100,7 +126,7 @@ def reduces(node: Node) -> bool:
 
 def _finds_scales(node: Node) -> bool:
     """Whether `node` finds the scales of rows for a hook. Inductor fuses it with other kernels that read these rows."""
-    return node.op == "call_function" and str(node.target).startswith("aot_hooks.amax_")
+    return node.op == "call_function" and _has_name("aot_hooks.amax_", node.target)
 
 
 def _pads_rows(node: Node) -> bool:
@@ -113,7 +139,12 @@ def _pads_rows(node: Node) -> bool:
 
 
 def is_loop(node: Node) -> bool:
-    return node.op == "call_function" and str(node.target).startswith(_LOOPS)
+    return node.op == "call_function" and _has_name(_LOOPS, node.target)
+
+
+@functools.cache  # making the name of an operator takes longer than a look-up
+def _has_name(prefixes: str | tuple[str, ...], target: Any) -> bool:
+    return str(target).startswith(prefixes)
 
 
 def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:

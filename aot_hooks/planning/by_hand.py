@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import GraphModule
 
-from ..graphs.roofline import link_ms, node_ms
+from ..graphs.roofline import link_ms
 from ..graphs.speeds import Rates, measured_rates
 from ..hook import KEEP, Hook
 from ..library.float8 import float8
@@ -321,14 +321,7 @@ def _least_stall(
 def _call(graphs: Graphs, plan: Plan, live: Sequence[LivePoint]) -> Call:
     nbytes = Bytes.of(*([p.live_bytes for p in live if p.phase == phase] for phase in ("forward", "backward")))
     items = tuple(t.nbytes for t in plan.transfers if t.placement.reason == DECIDED_LATER)
-    forward, backward = (
-        sum(
-            ms
-            for node, ms in node_ms(gm, measured_rates, graphs.fused, fuse_loops=True).items()
-            if node.target not in COPIES
-        )
-        for gm in (graphs.fw, graphs.bw)
-    )
+    forward, backward = (sum(ms for n, ms in each.items() if n.target not in COPIES) for each in graphs.times)
     longer = graphs.ms(plan.transfers) / (forward + backward) if forward + backward else 1.0  # if the host takes longer
     return Call(nbytes, items, longer * forward, longer * backward)
 

@@ -81,8 +81,14 @@ class Graphs:
         parts: dict[str, Any] = {"num_fwd_outputs": self.num_fwd_outputs, "fused": self.fused, "roots": self.roots}
         return live_bytes(self.fw, self.bw, planned=planned, drops_others=self.drops_others, **parts)
 
+    @functools.cached_property
+    def times(self) -> tuple[dict[Node, float], dict[Node, float]]:
+        """The milliseconds of each node of both graphs; read once, so the graphs must not change after that."""
+        fw, bw = (node_ms(gm, measured_rates, self.fused, fuse_loops=True) for gm in (self.fw, self.bw))
+        return fw, bw
+
     def ms(self, transfers: Iterable[Transfer] = ()) -> float:
-        return step_ms(self.fw, self.bw, self.fused, COPIES, transfers, launched=self.launched)
+        return step_ms(self.fw, self.bw, self.fused, COPIES, transfers, launched=self.launched, times=self.times)
 
 
 def step_of(
@@ -99,19 +105,12 @@ def step_of(
     devices = [group[0].row.device for group in groups]
     rates = measured_rates(next((d for d in devices if d.type == "cuda"), torch.device("cpu")))
     both = (graphs.fw, graphs.bw)
-    times = [node_ms(gm, lambda _: rates, graphs.fused, fuse_loops=True) for gm in both]
+    times = graphs.times
     copies = [node_ms(gm, lambda _: rates, graphs.fused) for gm in both]
     hooks = _hook_options(graphs, groups, scope, allow, max_error, rates, times[1])
     gone = _gone(graphs)
-    lasts, begins = _readers(graphs.bw)
     forward_count = len(_nodes(graphs.fw))
-    shift = forward_count - len(graphs.bw.graph.find_nodes(op="placeholder"))
-    position = {node: shift + i for i, node in enumerate(graphs.bw.graph.nodes)}
-    firsts = []
-    for group in groups:
-        readers = [position[u] for v in group for u in v.bw_node.users if u.op != "output"]
-        begun = [shift + begins[key] for v in group if (key := storage_of(v.bw_node)) in begins]
-        firsts.append(min(readers + begun))
+    firsts, lasts = _first_and_last_reads(graphs.bw, groups, forward_count)
     order = sorted(range(len(groups)), key=firsts.__getitem__)
     segment_of = dict(zip(order, _segments([groups[i] for i in order]), strict=True))
     values = []
@@ -128,7 +127,7 @@ def step_of(
                 tuple(hooks[i]),
                 row.module_path or row.source_line,
                 reached_bytes=row.nbytes + (reached or {}).get(storage_of(group[0].fw_node), 0),
-                last=max(shift + lasts[v.bw_node] for v in group),
+                last=lasts[i],
             )
         )
     if "recompute" in allow:
@@ -161,6 +160,22 @@ def _readers(bw: GraphModule) -> tuple[dict[Node, int], dict[Any, int]]:
     kernels = Kernels.of(nodes, counted)
     begins = kernels.begins(n for n in nodes if on_cuda([n]) and storage_of(n) in counted)
     return last_readers(nodes, counted, kernels), begins
+
+
+def _first_and_last_reads(
+    bw: GraphModule, groups: Sequence[Sequence[SavedValue]], forward_count: int
+) -> tuple[list[int], list[int]]:
+    """For each storage the position in the step of its first reader in the backward, and of its last one."""
+    readers, begins = _readers(bw)
+    shift = forward_count - len(bw.graph.find_nodes(op="placeholder"))
+    position = {node: shift + i for i, node in enumerate(bw.graph.nodes)}
+    firsts, lasts = [], []
+    for group in groups:
+        read = [position[u] for v in group for u in v.bw_node.users if u.op != "output"]
+        begun = [shift + begins[key] for v in group if (key := storage_of(v.bw_node)) in begins]
+        firsts.append(min(read + begun))
+        lasts.append(max(shift + readers[v.bw_node] for v in group))
+    return firsts, lasts
 
 
 def _nodes(gm: GraphModule) -> list[Node]:
@@ -228,8 +243,9 @@ def _hook_options(
 
     found: list[list[Option]] = [[] for _ in groups]
     on_gpu = [group[0].row.device.type == "cuda" for group in groups]
+    means = [name for name in allow if name != "offload" or any(on_gpu)]  # a CPU's copies free nothing
     ours = dataclasses.replace(graphs.boundary, tensors=[value for group in groups for value in group])
-    for name, rule in _rules(tuple(allow), max_error).items():
+    for name, rule in _rules(means, max_error).items():
         error = error_of(rule)
         unpacked = graphs.unpacked if error else NOTHING
         sends = isinstance(rule, Hook) and settings_of(rule) is not None
@@ -284,7 +300,7 @@ def _only_loops(gm: GraphModule) -> bool:
     return bool(found) and all(found)
 
 
-def _rules(allow: tuple[Any, ...], max_error: float) -> dict[str, Any]:
+def _rules(allow: Sequence[Any], max_error: float) -> dict[str, Any]:
     """The hooks and policies of `allow`, by name, without those whose error is far above `max_error`."""
     rules: dict[str, Any] = {repr(means): means for means in allow if not isinstance(means, str)}
     own = {name: rule for name, rule in rules.items() if isinstance(rule, Hook) and settings_of(rule) is None}

@@ -25,6 +25,7 @@ from torch.fx import GraphModule
 from ..errors import BudgetError, BudgetWarning, CacheWarning, warn_user
 from ..graphs.lifetimes import on_cuda
 from ..graphs.nodes import storage_of
+from ..graphs.roofline import has_formula
 from ..graphs.saved import Boundary, SavedTensor, SavedValue, place_of
 from ..hook import KEEP, Hook
 from ..passes.answers import in_plans_only
@@ -352,12 +353,14 @@ def _partition(
         """The candidates `found` that may take at most `peak` bytes, and less than `most_ms`."""
         graphs, own = stock, step
         if again:
-            computing = _computing_again(again, joint, split, stock, groups)
-            if computing is None or computing.ms() >= most_ms:
+            computing = _computing_again(again, joint, split, stock, groups, most_ms)
+            if computing is None:
                 return
             graphs = computing
             if on_device:
                 multiply_early(graphs.bw)
+            if graphs.ms() >= most_ms:
+                return
             own = replace(step_of(graphs, setting.scope, hooks_only, budget.max_error)[0], moments=moments)
         for way in candidates.promising(own, found, peak, most_ms):
             one = hooked(graphs, way.rule, nothing(step), own, nothing(own), None)
@@ -460,26 +463,28 @@ def _or_typed(
     return best, least
 
 
-def _named(plan: Plan, way: candidates.Way) -> Plan:
-    """`plan` with the way in the reason of each value that it stores otherwise."""
-    named = (d if d.hook is KEEP else replace(d, reason=f"budget: {way}; {d.reason}") for d in plan.decisions)
-    return replace(plan, decisions=tuple(named))
-
-
 def _computing_again(
     again: str,
     joint: GraphModule,
     split: Callable[[], Graphs],
     stock: Graphs,
     groups: Sequence[Sequence[SavedValue]],
+    most_ms: float,
 ) -> Graphs | None:
-    """The graphs that compute again what `again` says, see candidates.py; None if there is nothing like that."""
+    """The graphs that compute again what `again` says, see candidates.py.
+
+    None if there is nothing like that, or if products alone take `most_ms`: a split takes as long as a compilation's.
+    """
     if again == candidates.BLOCKS:
         nodes = [n for n in stock.fw.graph.nodes if n.op == "call_function"]
-        blocks = layers_of([place_of(n, stock.roots)[0] for n in nodes])
-        if (found := of_blocks(groups, dict(zip(nodes, blocks, strict=True)))) is None:
+        block_of = dict(zip(nodes, layers_of([place_of(n, stock.roots)[0] for n in nodes]), strict=True))
+        if (found := of_blocks(groups, block_of)) is None:
             return None
         names, gone, reads = found
+        forward, backward = ({n.name: ms for n, ms in each.items() if has_formula(n)} for each in stock.times)
+        twice = sum(ms for name, ms in forward.items() if name in names)
+        if sum(forward.values()) + sum(backward.values()) + twice >= most_ms:
+            return None
         kept = {v.fw_node.name for v in stock.boundary.tensors if storage_of(v.fw_node) not in gone}
         with aot.recomputed(joint, names, (kept | reads) - names):
             return split()
