@@ -53,8 +53,15 @@ def one_by_one(model: nn.Sequential, options: dict[str, Any]) -> nn.Module:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("compiled", [in_place, one_by_one])
-@pytest.mark.parametrize("share", [0.75, 0.45])
+@pytest.mark.parametrize(
+    ("share", "compiled"),
+    [
+        (0.45, in_place),
+        (0.75, one_by_one),
+        pytest.param(0.45, one_by_one, marks=pytest.mark.slow),
+        pytest.param(0.75, in_place, marks=pytest.mark.slow),
+    ],
+)
 def test_the_third_step_of_equal_blocks_stays_under_the_budget(x, compiled, share, compiled_kinds, tmp_path):
     model = model_of(*[Block] * 6)
     expected, peak = gradients(model, x), peak_of(model, x, share)
@@ -141,7 +148,14 @@ def test_a_context_around_the_calls(x, tmp_path):
 # --- different graphs -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kinds", [(Block, Other) * 3, (Other, Block, Block, Block), (Block, Block, Block, Other)])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (Block, Other) * 3,
+        pytest.param((Other, Block, Block, Block), marks=pytest.mark.slow),
+        (Block, Block, Block, Other),
+    ],
+)
 def test_different_blocks_share_the_budget(x, kinds, compiled_kinds, tmp_path):
     model = model_of(*kinds)
     expected, peak = gradients(model, x), peak_of(model, x, 0.7)
