@@ -14,11 +14,19 @@ from typing import Any
 import torch
 
 from ..graphs.layout import is_contiguous
-from ..graphs.saved import SavedTensor
+from ..graphs.saved import Dim, SavedTensor
 from ..hook import compiled_by
-from ..torch_private.values import same_size
+from ..torch_private.values import hint, same_size
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def is_empty(x: torch.Tensor, *, or_unknown: bool = False) -> bool:
+    """Whether `x` has no elements for certain; with `or_unknown`, whether it may turn out so at run time.
+
+    Asks without a guard: how many tokens an expert gets is known from the data only.
+    """
+    return any(hint(n) == 0 if or_unknown else same_size(n, 0) for n in x.shape)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -96,7 +104,8 @@ class Declines:
         packed_bytes = (row * self.bits + 7) // 8 + _count(row, self.block) * self.scale_bytes
         # A row that shrinks by a quarter or less isn't worth its error. A norm's reciprocal, one number a row, would
         # shrink from 4 bytes to 3 with int4, and its error scale the norm's whole gradient by up to 2**-7.
-        if 0 in saved.shape or 4 * packed_bytes >= 3 * row * saved.dtype.itemsize:
+        empty = any(n == 0 and not isinstance(n, Dim) for n in saved.shape)  # a `Dim` of 0: not known before it runs
+        if empty or 4 * packed_bytes >= 3 * row * saved.dtype.itemsize:
             return f"{self.name} would save too little on rows this short"
         op = saved.op.lower().replace("_", "")  # by name, because eager code has no graph with the backward's reads
         if any(name in op for name in _LOGARITHMS):

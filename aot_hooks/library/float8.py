@@ -30,7 +30,7 @@ import torch
 from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..hook import Hook, Pack, hook_of, interned
-from .blocks import FLOATS, Declines, broadcast_scales, in_blocks, rounded
+from .blocks import FLOATS, Declines, broadcast_scales, in_blocks, is_empty, rounded
 from .loops import operators
 from .scales import FLOAT8_RANGE, finite_magnitudes, float8_codes, float8_values, largest_scale, power_of_two
 from .triton import ops
@@ -44,10 +44,12 @@ class _Pack(Pack):
     scaling: str
 
     def __call__(self, x: torch.Tensor) -> Any:
-        if x.dtype not in FLOATS or x.dim() == 0 or x.numel() == 0:
+        if x.dtype not in FLOATS or x.dim() == 0:
             return x
         top, _ = FLOAT8_RANGE[self.dtype]
         block = _BLOCKS[self.scaling]
+        if is_empty(x, or_unknown=block is None):  # the largest of no numbers is an error
+            return x
         y, permutation = in_memory_order(x)
         y = rounded(y) if x.dtype is torch.float16 else y  # else what overflows sets the scale of others
         if block is not None and ops.has_kernel(y, self.dtype):

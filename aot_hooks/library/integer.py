@@ -42,7 +42,7 @@ from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..hook import Hook, Pack, hook_of, interned
 from . import scales
-from .blocks import FLOATS, Declines, broadcast_scales, first_elements, in_blocks, padded, rounded
+from .blocks import FLOATS, Declines, broadcast_scales, first_elements, in_blocks, is_empty, padded, rounded
 from .loops import operators
 from .scales import SLACK, SMALLEST_NORMAL
 from .triton import ops
@@ -131,7 +131,7 @@ class _Pack(Pack):
     power: bool
 
     def __call__(self, x: torch.Tensor) -> Any:
-        if x.dtype not in FLOATS or x.dim() == 0 or 0 in x.shape:
+        if x.dtype not in FLOATS or x.dim() == 0 or is_empty(x):
             return x
         y, permutation = in_memory_order(x)
         y = rounded(y) if x.dtype is torch.float16 else y  # else what overflows sets the scale of others

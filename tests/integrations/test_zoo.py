@@ -25,6 +25,8 @@ BOUNDS = {aot_hooks.float8(): 0.06, aot_hooks.int8(): 0.02}
 EXACT = (aot_hooks.lossless(), aot_hooks.offload(min_bytes=0, max_stall_ms=1e9))
 # One of each kind of layer; Inductor takes half a minute a model.
 WITH_INDUCTOR = tuple("llama,gemma3,mixtral,gpt2,mamba,t5,swin,lora,unet conditioned,resnet,convnext,gat".split(","))
+# Mixtures of experts, by default with grouped_mm.
+EXPERTS = tuple("mixtral,qwen3-moe,olmoe,gpt-oss,deepseek-v2,deepseek-v3,glm4-moe".split(","))
 
 
 def gradients(work: Work, fn: Callable[..., Any]) -> list[torch.Tensor]:
@@ -71,6 +73,13 @@ def test_gradients_of_a_model_with_aten(name: str, work: Work) -> None:
         found = compiled_gradients(work, "aten", hook)
         assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True)), f"{hook} changed bits"
     check_bounds(work, "aten", exact)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_gradients_with_each_expert_on_the_rows_of_its_own_weights(name: str, work: Work) -> None:
+    """`batched_mm` of transformers: each row has a copy of its expert's weights, which is no saved activation."""
+    work.module.set_experts_implementation("batched_mm")
+    check_bounds(work, "aten", compiled_gradients(work, "aten", aot_hooks.KEEP))
 
 
 @pytest.mark.parametrize("name", WITH_INDUCTOR)

@@ -1,4 +1,4 @@
-"""Forty-three architectures of transformers, diffusers, timm, peft and torch-geometric, small and with random weights.
+"""Forty-nine architectures of transformers, diffusers, timm, peft and torch-geometric, small and with random weights.
 
     MODELS[name]() -> Work(module, inputs)        work.loss(compiled) is a scalar
 
@@ -89,6 +89,24 @@ _SIZES: dict[str, Any] = {
 _GROUPED: dict[str, Any] = _SIZES | {"num_key_value_heads": 2}
 _EXPERTS: dict[str, Any] = _GROUPED | {"num_experts_per_tok": 2, "output_router_logits": True}
 
+_FINE_EXPERTS: dict[str, Any] = _EXPERTS | {"moe_intermediate_size": 32}
+_SHARED_EXPERTS: dict[str, Any] = _SIZES | {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
+_LATENT_ATTENTION: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+
 
 def _transformers(cls: str, inputs: Callable[[], Mapping[str, Any]], **config: Any) -> Callable[[], Work]:
     def build() -> Work:
@@ -168,6 +186,12 @@ MODELS: dict[str, Callable[[], Work]] = {
     "gemma3": _language("Gemma3", head_dim=16, sliding_window=16, **_GROUPED),
     "phi3": _language("Phi3", **_GROUPED),
     "mixtral": _language("Mixtral", num_local_experts=4, **_EXPERTS),
+    "qwen3-moe": _language("Qwen3Moe", num_experts=8, head_dim=16, norm_topk_prob=True, **_FINE_EXPERTS),
+    "olmoe": _language("Olmoe", num_experts=8, **_EXPERTS),
+    "gpt-oss": _language("GptOss", num_local_experts=8, head_dim=16, sliding_window=16, **_EXPERTS),
+    "deepseek-v2": _language("DeepseekV2", n_group=1, topk_method="greedy", **_LATENT_ATTENTION, **_SHARED_EXPERTS),
+    "deepseek-v3": _language("DeepseekV3", n_group=2, **_LATENT_ATTENTION, **_SHARED_EXPERTS),
+    "glm4-moe": _language("Glm4Moe", n_group=1, head_dim=16, num_key_value_heads=2, **_SHARED_EXPERTS),
     "gpt2": _language("GPT2", n_embd=64, n_layer=2, n_head=4, n_positions=128, initializer_range=0.1),
     "gpt-neox": _language("GPTNeoX", **_SIZES),
     "opt": _language(
