@@ -1,4 +1,4 @@
-"""A loop over experts, whose tokens are counted on the device: one compilation for all routings, and the right numbers."""
+"""A loop over experts, whose tokens are counted on the device: one compilation for all routings, right numbers."""
 
 from __future__ import annotations
 
