@@ -125,13 +125,7 @@ def _search(
         reached = max((one.peak for one in found if one.fits(limits)), default=None)
         if reached is None:
             high = limit
-            nearest = min(found, key=operator.attrgetter("peak"))
-            over = nearest.peak - limits.peak
-            # Where the program of hooks alone is over the peak, ask for what it is over. What the graphs take more than
-            # that program says, its next attempts may correct.
-            if nearest.solution.peak_bytes > limits.peak:
-                over = min(over, nearest.solution.peak_bytes - limits.peak)
-            limit -= 1.05 * max(0, over)
+            limit -= 1.05 * _over(found, limits.peak)
         elif reached < NEAR * limits.peak and set(chosen.options) != {KEPT}:  # less to recompute may do
             low = limit
             limit += NEAR * limits.peak - reached
@@ -154,10 +148,26 @@ def _search(
         graphs, own = partitioned(nothing(step))
         all_tried.append(tried(graphs, nothing(step), own, nothing(own)))
 
+    return *_best_and_least(all_tried, limits), predicted
+
+
+def _over(found: Sequence[Tried], peak: int) -> int:
+    """By how many bytes the recomputation program is to be asked for less, if all that was `found` is over `peak`."""
+    nearest = min(found, key=operator.attrgetter("peak"))
+    over = nearest.peak - peak
+    # Where the program of hooks alone is over the peak, ask for what it is over. What the graphs take more than that
+    # program says, its next attempts may correct.
+    if nearest.solution.peak_bytes > peak:
+        over = min(over, nearest.solution.peak_bytes - peak)
+    return max(0, over)
+
+
+def _best_and_least(found: Sequence[Tried], limits: Limits) -> tuple[Tried | None, Tried]:
+    """The best of `found` that fits, and the one with the lowest peak."""
     fastest, lowest = operator.attrgetter("plan.after_ms", "peak"), operator.attrgetter("peak", "plan.after_ms")
-    fitting = [one for one in all_tried if one.fits(limits)]
+    fitting = [one for one in found if one.fits(limits)]
     best = min(fitting, key=lowest if limits.peak is None else fastest, default=None)
-    return best, min(all_tried, key=lowest), predicted
+    return best, min(found, key=lowest)
 
 
 def nothing(step: Step) -> Solution:
