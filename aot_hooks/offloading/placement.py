@@ -13,7 +13,7 @@ import bisect
 import functools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..graphs.roofline import has_formula, is_attention, node_ms
 from ..graphs.saved import crossing_pairs
 from ..graphs.speeds import Rates, measured_rates
 from ..steps.plan import Terms
-from ..steps.schedule import DECIDED_LATER, Item, Limits, Placement, Transfer, schedule
+from ..steps.schedule import DECIDED_LATER, Item, Limits, Placement, Schedule, Transfer, schedule
 from ..torch_private.inductor_fusion import ALONE, FROM_HOOK
 from .at_run_time import layouts_of, offload_together, reload_together
 from .hook import OffloadSettings
@@ -67,6 +67,9 @@ class _Crossing:
     value: Node  # the tensor that is copied, contiguous
     source: Node  # the tensor that `value` is a view of
     views: list[Node]  # the nodes that make `value` from the results of steps, in order
+
+
+_Planned = tuple[Item, _Crossing]
 
 
 class _GraphSteps:
@@ -145,24 +148,7 @@ def place(
         own_rates = (c.leaf.settings.rates for c in crossings)
         rates = next((r for r in own_rates if r is not None), None) or measured_rates(device)
         forward, backward = _GraphSteps(fw, rates, fused), _GraphSteps(bw, rates, fused)
-        kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
-        of_value: Counter[str] = Counter()  # a value's codes and scales start together
-        for c in crossings:
-            of_value[c.leaf.name] += tensor_bytes(c.value.meta["val"])
-        copy_ms = {name: nbytes / rates.to_host * 1e3 for name, nbytes in of_value.items()}
-        pairs = [(_item(c, kinds[c.leaf.settings], forward, backward, copy_ms[c.leaf.name]), c) for c in crossings]
-        pairs.sort(key=lambda pair: pair[0].made)
-        planned_now = [(i, c) for i, c in pairs if not (at_run_time and c.leaf.settings.across_graphs)]
-        planned = schedule(
-            [item for item, _ in planned_now],
-            forward.ms,
-            backward.ms,
-            to_host=rates.to_host,
-            to_device=rates.to_device,
-            limits=[Limits(settings.in_flight_bytes, settings.max_stall_ms) for settings in kinds],
-            wait_gaps=forward.gaps,
-            reload_gaps=backward.gaps,
-        )
+        pairs, planned_now, planned = _scheduled(crossings, forward, backward, rates, at_run_time=at_run_time)
         placements = {c.wait: p for (_, c), p in zip(planned_now, planned.placements, strict=True)}
         for item, crossing in pairs:
             placement = placements.get(crossing.wait)
@@ -182,6 +168,31 @@ def place(
                 for node in _to_move(planned_now[i][1], what, following):
                     following.prepend(node)
     return tuple(transfers), on_device
+
+
+def _scheduled(
+    crossings: Sequence[_Crossing], forward: _GraphSteps, backward: _GraphSteps, rates: Rates, *, at_run_time: bool
+) -> tuple[list[_Planned], list[_Planned], Schedule]:
+    """Each of `crossings` with its item, in the order in which they are made; those of a schedule, and the schedule."""
+    kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
+    of_value: Counter[str] = Counter()  # a value's codes and scales start together
+    for c in crossings:
+        of_value[c.leaf.name] += tensor_bytes(c.value.meta["val"])
+    copy_ms = {name: nbytes / rates.to_host * 1e3 for name, nbytes in of_value.items()}
+    pairs = [(_item(c, kinds[c.leaf.settings], forward, backward, copy_ms[c.leaf.name]), c) for c in crossings]
+    pairs.sort(key=lambda pair: pair[0].made)
+    planned_now = [(item, c) for item, c in pairs if not (at_run_time and c.leaf.settings.across_graphs)]
+    planned = schedule(
+        [item for item, _ in planned_now],
+        forward.ms,
+        backward.ms,
+        to_host=rates.to_host,
+        to_device=rates.to_device,
+        limits=[Limits(settings.in_flight_bytes, settings.max_stall_ms) for settings in kinds],
+        wait_gaps=forward.gaps,
+        reload_gaps=backward.gaps,
+    )
+    return pairs, planned_now, planned
 
 
 def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> None:
