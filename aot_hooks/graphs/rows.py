@@ -4,6 +4,7 @@
       view(., [B, T, V])                           tokens in dimensions 0, 1
       amax(., [-1])                                each token by itself
       mm(t(grad), h)           [V, N] x [N, D]     summed over the tokens     sums of parts are added
+      slice(., 1, 0, -1)       [B, T, V]           some of the tokens         the others are left out of all chunks
 
 `step_of` answers for one node: where its result has the tokens, which inputs are cut along with them, and the call that
 computes it for some tokens. In that call the dimensions of tokens are one: [B, T, V] becomes [n, V]. Operators go by
@@ -14,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ..torch_private.values import same_size
+from ..torch_private.values import difference, same_size
 from .nodes import argument_called, has_tag
 
 _ELEMENTWISE = frozenset(
@@ -28,24 +29,27 @@ _ELEMENTWISE = frozenset(
     "aten.zeros_like.default aten.ones_like.default aten.tanh_backward.default aten.sigmoid_backward.default "
     "aten.clamp_min.default aten.clamp_max.default".split()
 )  # without torch's tag "pointwise"
-_VIEWS = frozenset(
+VIEWS = frozenset(
     "aten.view.default aten._unsafe_view.default aten.reshape.default aten.unsqueeze.default aten.squeeze.dim "
     "aten.squeeze.dims aten.squeeze.default".split()
 )
-_PERMUTES = frozenset("aten.permute.default aten.t.default aten.transpose.int".split())
+PERMUTES = frozenset("aten.permute.default aten.t.default aten.transpose.int".split())
 SOFTMAX = frozenset("aten._log_softmax.default aten._softmax.default".split())
-_REDUCTIONS = frozenset(  # the second argument is a dimension, or a list of them
+REDUCTIONS = frozenset(  # the second argument is a dimension, or a list of them
     "aten.sum.dim_IntList aten.mean.dim aten.amax.default aten.amin.default aten.logsumexp.default aten.argmax.default "
     "aten.argmin.default aten.any.dim aten.all.dim aten.prod.dim_int".split()
 )
 _SUMS = frozenset("aten.sum.default aten.sum.dim_IntList".split())
-_ALONG = {  # the argument that is the dimension along which they work
+ALONG = {  # the argument that is the dimension along which they work
     **dict.fromkeys(SOFTMAX | {"aten.cumsum.default", "aten.gather.default", "aten.slice.Tensor"}, 1),
     **dict.fromkeys("aten.scatter.value aten.scatter.src aten.scatter_add.default aten.cat.default".split(), 1),
     **dict.fromkeys("aten._log_softmax_backward_data.default aten._softmax_backward_data.default".split(), 2),
     "aten.slice_scatter.default": 2,
     "aten.slice_backward.default": 2,
 }
+_SLICES = frozenset(("aten.slice.Tensor",))
+_UNSLICES = {"aten.slice_backward.default": 2, "aten.slice_scatter.default": 2}  # the argument that is the dimension
+_ALL = 1 << 62  # The end of a slice that has none is at least this.
 _CONSTANTS = frozenset("aten.full.default aten.zeros.default aten.ones.default".split())
 # operators whose result has as many times the gradient as their first argument
 _LINEAR = frozenset(
@@ -58,11 +62,43 @@ _LINEAR = frozenset(
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A slice of tokens: `x[:, 1:-1]` drops one at both ends of dimension 1.
+
+    Attributes:
+        dim: among the tokens' dimensions.
+        before, after: how many are dropped there.
+        text: the sizes of the tokens' dimensions before the slice, in words, so that equal slices are equal.
+        sizes: the same sizes.
+    """
+
+    dim: int
+    before: int
+    after: int
+    text: str
+    sizes: tuple[Any, ...] = field(compare=False)
+
+    def kept_sizes(self) -> tuple[Any, ...]:
+        return tuple(s - self.before - self.after if d == self.dim else s for d, s in enumerate(self.sizes))
+
+
+@dataclass(frozen=True)
 class Rows:
-    """The dimensions of a tensor that are its tokens: `count` of them from `first` on."""
+    """The dimensions of a tensor that are its tokens: `count` of them from `first` on.
+
+    `kept`: the slices by which these tokens are fewer than those of the layer.
+    """
 
     first: int
     count: int = 1
+    kept: tuple[Kept, ...] = ()
+
+    def at(self, first: int, count: int | None = None) -> Rows:
+        """The same tokens in other dimensions."""
+        return Rows(first, self.count if count is None else count, self.kept)
+
+    def is_at(self, first: int) -> bool:
+        return (self.first, self.count) == (first, 1)
 
     def dims(self) -> range:
         return range(self.first, self.first + self.count)
@@ -123,15 +159,16 @@ def trimmed(rows: Rows, shape: Sequence[Any]) -> Rows:
         first += 1
     while end - first > 1 and same_size(shape[end - 1], 1):
         end -= 1
-    return Rows(first, end - first)
+    return rows.at(first, end - first)
 
 
-def step_of(node: Node, rows: Mapping[Node, Rows], wanted: Rows | None = None) -> Step | None:
+def step_of(node: Node, rows: Mapping[Node, Rows], wanted: Rows | None = None, *, sliced: bool = False) -> Step | None:
     """The step of `node`; None if its operator is not known to treat tokens alike.
 
     Args:
         rows: where inputs have the tokens, as far as known.
         wanted: where the result must have them, if no input says it.
+        sliced: operators that leave tokens out, and those that put zeros in their place, have steps, too.
     """
     if node.op != "call_function" or not is_tensor(node):
         return None
@@ -141,23 +178,44 @@ def step_of(node: Node, rows: Mapping[Node, Rows], wanted: Rows | None = None) -
     known = {n: rows[n] for n in node.all_input_nodes if n in rows}
     if name in _CONSTANTS:
         return _constant(node, wanted)
-    if name in _VIEWS:
+    if name in VIEWS:
         return _view(node, known, wanted)
     if name == "aten.expand.default":
         return _expand(node, known, wanted)
-    if name in _PERMUTES:
+    if name in PERMUTES:
         return _permute(node, known, wanted)
     if name in ("aten.mm.default", "aten.addmm.default"):
         return _product(node, known, wanted)
     if name in _SUMS and known and (found := _sum(node, known)) is not None:
         return found
-    if name in _REDUCTIONS:
+    if name in REDUCTIONS:
         return _reduce(node, known, wanted)
-    if name in _ALONG:
-        return _along(node, known, wanted, _ALONG[name])
-    if name in _ELEMENTWISE or has_tag(node, torch.Tag.pointwise):
+    if sliced and name in _SLICES and (found := _slice(node, known, wanted)) is not None:
+        return found
+    if sliced and name in _UNSLICES and (found := _unslice(node, known, wanted)) is not None:
+        return found
+    if name in ALONG:
+        return _along(node, known, wanted, ALONG[name])
+    if is_elementwise(node):
         return _elementwise(node, known, wanted)
     return None
+
+
+def is_elementwise(node: Node) -> bool:
+    return str(node.target) in _ELEMENTWISE or has_tag(node, torch.Tag.pointwise)
+
+
+def order_of(node: Node) -> list[int]:
+    """The dimensions of its input, in the order in which a permutation has them."""
+    arguments: Any = node.args
+    ndim = len(shape_of(arguments[0]))
+    if str(node.target) == "aten.permute.default":
+        return [d % ndim for d in arguments[1]]
+    order = list(range(ndim))
+    if ndim > 1:
+        a, b = (0, 1) if str(node.target) == "aten.t.default" else (d % ndim for d in arguments[1:])
+        order[a], order[b] = b, a
+    return order
 
 
 def is_conversion(node: Node) -> bool:
@@ -190,7 +248,7 @@ def carried(rows: Rows, source: Sequence[Any], target: Sequence[Any]) -> Rows | 
             continue
         for end in range(first + 1, len(target) + 1):
             if same_size(size(target[first:end]), tokens) and same_size(size(target[end:]), after):
-                return trimmed(Rows(first, end - first), target)
+                return trimmed(rows.at(first, end - first), target)
     return None
 
 
@@ -227,7 +285,7 @@ def _aligned(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> tup
     out = wanted
     for source, rows in known.items():
         offset = len(shape) - len(shape_of(source))
-        found = Rows(rows.first + offset, rows.count)
+        found = rows.at(rows.first + offset)
         if out is not None and out != found:
             return None
         if not all(same_size(shape[d], shape_of(source)[d - offset]) for d in found.dims()):
@@ -247,7 +305,7 @@ def _aligned(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> tup
         inside = [d - offset for d in out.dims() if d >= offset]
         if not inside:
             continue
-        rows = Rows(max(0, out.first - offset), len(inside))
+        rows = out.at(max(0, out.first - offset), len(inside))
         if all(same_size(own[d], 1) for d in inside):
             if len(inside) > 1:
                 reads[source] = Read(rows, cut=False)
@@ -264,23 +322,16 @@ def _elementwise(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) ->
 
 
 def _permute(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
-    arguments: Any = node.args
-    source = arguments[0]
-    ndim = len(shape_of(source))
-    order = list(range(ndim))
-    if str(node.target) == "aten.permute.default":
-        order = [d % ndim for d in arguments[1]]
-    elif ndim > 1:
-        a, b = (0, 1) if str(node.target) == "aten.t.default" else (d % ndim for d in arguments[1:])
-        order[a], order[b] = b, a
+    source: Any = node.args[0]
+    order, ndim = order_of(node), len(shape_of(source))
     inside = known.get(source)
     if inside is None:
         if wanted is None:
             return None
-        inside = Rows(order[wanted.first], wanted.count)
+        inside = wanted.at(order[wanted.first])
     if inside.first not in order:
         return None
-    out = Rows(order.index(inside.first), inside.count)
+    out = inside.at(order.index(inside.first))
     if [order[d] for d in out.dims() if d < ndim] != list(inside.dims()):
         return None
     small = [inside.moved(d, ndim) if d != inside.first else inside.first for d in order]
@@ -294,18 +345,21 @@ def _product(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Ste
         return None
     left, right = known.get(a), known.get(b)  # type: ignore[arg-type]
     if left is None and right is None and wanted is not None:
-        left, right = (Rows(0), None) if wanted == Rows(0) else (None, Rows(1))
+        left, right = (wanted, None) if wanted.is_at(0) else (None, wanted.at(1, 1))
     reads: dict[Node, Read] = {}
     out: Rows | None
-    if left == Rows(1) or right == Rows(0):  # each token contributes to each number of the result
-        if bias:
+    known_rows: Any = left or right
+    if left is not None and right is not None and left.kept != right.kept:
+        return None
+    if (left is not None and left.is_at(1)) or (right is not None and right.is_at(0)):
+        if bias:  # each token contributes to each number of the result
             return None
         out = None
-        reads = {a: Read(Rows(1)), b: Read(Rows(0))}  # type: ignore[dict-item]
-    elif left == Rows(0) and right is None:
-        out, reads = Rows(0), {a: Read(Rows(0))}  # type: ignore[dict-item]
-    elif right == Rows(1) and left is None:
-        out, reads = Rows(1), {b: Read(Rows(1))}  # type: ignore[dict-item]
+        reads = {a: Read(known_rows.at(1)), b: Read(known_rows.at(0))}  # type: ignore[dict-item]
+    elif left is not None and left.is_at(0) and right is None:
+        out, reads = left, {a: Read(left)}  # type: ignore[dict-item]
+    elif right is not None and right.is_at(1) and left is None:
+        out, reads = right, {b: Read(right)}  # type: ignore[dict-item]
     else:
         return None
     if bias:
@@ -322,10 +376,10 @@ def _aligned_to(bias: Any, node: Node, out: Rows | None) -> dict[Node, Read] | N
         return None
     own, shape = shape_of(bias), shape_of(node)
     dim = out.first - (len(shape) - len(own))
-    return {bias: Read(Rows(dim))} if dim >= 0 and not same_size(own[dim], 1) else {}
+    return {bias: Read(out.at(dim, 1))} if dim >= 0 and not same_size(own[dim], 1) else {}
 
 
-def _reduced(node: Node) -> list[int] | None:
+def reduced_dims(node: Node) -> list[int] | None:
     """The dimensions that a reduction takes away or leaves with size 1; None for all."""
     ndim = len(shape_of(node.args[0]))  # type: ignore[arg-type]
     dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
@@ -338,7 +392,7 @@ def _sum(node: Node, known: Mapping[Node, Rows]) -> Step | None:
     """A sum over all tokens; None if it sums over none of them, or some."""
     source: Any = node.args[0]
     rows = known[source]
-    dims = list(range(len(shape_of(source)))) if str(node.target) == "aten.sum.default" else _reduced(node)
+    dims = list(range(len(shape_of(source)))) if str(node.target) == "aten.sum.default" else reduced_dims(node)
     if dims is None or not set(rows.dims()) <= set(dims):
         return None
     ndim = len(shape_of(source))
@@ -357,13 +411,13 @@ def _sum(node: Node, known: Mapping[Node, Rows]) -> Step | None:
 
 def _reduce(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
     source: Any = node.args[0]
-    rows, dims = known.get(source), _reduced(node)
+    rows, dims = known.get(source), reduced_dims(node)
     if rows is None or dims is None or set(rows.dims()) & set(dims):
         return None
     ndim = len(shape_of(source))
     flat = [rows.moved(d, ndim) for d in dims]
     keep = bool(argument_called("keepdim", node))
-    out = Rows(rows.first if keep else rows.first - sum(d < rows.first for d in dims), rows.count)
+    out = rows.at(rows.first if keep else rows.first - sum(d < rows.first for d in dims))
     single = not isinstance(node.args[1], list | tuple)
     where = flat[0] if single else flat
     return Step(
@@ -402,6 +456,94 @@ def _along(node: Node, known: Mapping[Node, Rows], wanted: Rows | None, position
     return Step(rows, {n: Read(rows) for n in tensors}, build)
 
 
+def _dropped(node: Node, at: int, size: Any) -> tuple[int, int] | None:
+    """How many numbers a slice of `size` drops at both ends. None if that is not known, or others are dropped.
+
+    `at`: the argument that is the dimension. Start, end and step follow.
+    """
+    given: list[Any] = list(node.args[at + 1 :])
+    start, end, step = given + [None, None, 1][len(given) :]
+    start, end = 0 if start is None else start, _ALL if end is None else end
+    if step != 1 or not isinstance(start, int) or (start < 0 and not isinstance(size, int)):
+        return None
+    before = start if start >= 0 else max(0, size + start)
+    if not isinstance(end, int):
+        after = difference(size, end.meta["val"]) if isinstance(end, Node) else None
+    elif end < 0 or end >= _ALL:
+        after = max(0, -end)
+    else:
+        after = max(0, size - end) if isinstance(size, int) else None
+    return None if after is None else (before, after)
+
+
+def _slice_of(node: Node, at: int, rows: Rows, whole: Sequence[Any]) -> Kept | None:
+    """The slice that `node` makes, or undoes, of tokens. `rows`, `whole`: the dimensions and shape before it."""
+    dim: Any = node.args[at] if len(node.args) > at else 0
+    dim = dim % len(whole) - rows.first
+    if not 0 <= dim < rows.count or (dropped := _dropped(node, at, whole[dim + rows.first])) is None:
+        return None
+    sizes = tuple(whole[d] for d in rows.dims())
+    return Kept(dim, *dropped, ", ".join(map(str, sizes)), sizes)
+
+
+def _same_tokens(source: Node) -> Callable[[Get, Any], Call]:
+    return lambda get, _: (torch.ops.aten.alias.default, (get(source),), {})
+
+
+def _slice(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+    """A slice that leaves tokens out. The loop runs over those that are left, so it has nothing to do there."""
+    source: Any = node.args[0]
+    rows, shape = known.get(source), shape_of(source)
+    if rows is None:
+        if wanted is None or not wanted.kept:
+            return None
+        rows = Rows(wanted.first, wanted.count, wanted.kept[:-1])
+    if (kept := _slice_of(node, 1, rows, shape)) is None:
+        return None
+    out = trimmed(replace(rows, kept=(*rows.kept, kept)), shape_of(node))
+    if wanted is not None and out != wanted:
+        return None
+    return Step(out, {source: Read(rows)}, _same_tokens(source))
+
+
+def _unslice(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+    """The gradient of such a slice: zero for all tokens that it leaves out."""
+    source: Any = node.args[0]
+    if str(node.target) == "aten.slice_scatter.default":
+        if not is_zero(source):
+            return None
+        source = node.args[1]
+    if not is_tensor(source):
+        return None
+    rows, shape = known.get(source), shape_of(node)
+    if rows is not None:
+        if not rows.kept:
+            return None
+        count = len(rows.kept[-1].sizes)
+        dim: Any = node.args[2]
+        whole = Rows(dim % len(shape) - rows.kept[-1].dim, count, rows.kept[:-1])
+    elif wanted is not None:
+        whole = wanted
+    else:
+        return None
+    if whole.first < 0 or whole.first + whole.count > len(shape):
+        return None
+    if (kept := _slice_of(node, 2, whole, shape)) is None:
+        return None
+    inside = trimmed(replace(whole, kept=(*whole.kept, kept)), shape_of(source))
+    if rows is not None and inside != rows:
+        return None
+    return Step(whole, {source: Read(inside)}, _same_tokens(source))
+
+
+def restores(step: Step) -> Node | None:
+    """The input of a step that puts zeros in the place of tokens; None for any other."""
+    for source, read in step.reads.items():
+        if step.out is not None and len(read.rows.kept) > len(step.out.kept):
+            return source
+    return None
+
+
 def is_zero(value: Any) -> bool:
     """Whether `value` is a constant of zeros."""
     if isinstance(value, int | float):
@@ -411,7 +553,7 @@ def is_zero(value: Any) -> bool:
     name = str(value.target)
     if name in ("aten.full.default", "aten.full_like.default", "aten.scalar_tensor.default"):
         return bool(value.args[0 if "scalar" in name else 1] == 0)
-    if name in _VIEWS or name == "aten.expand.default":
+    if name in VIEWS or name in PERMUTES or name == "aten.expand.default":
         return is_zero(value.args[0])
     return name in ("aten.zeros.default", "aten.zeros_like.default")
 
@@ -442,7 +584,7 @@ def is_linear(node: Node, factors: Callable[[Node], bool]) -> bool:
         return all(scaled(a) or is_zero(a) for a in args[:2])
     if name == "aten.cat.default":
         return all(scaled(a) or is_zero(a) for a in args[0])  # type: ignore[union-attr]
-    if name in _LINEAR or name in _VIEWS or name in _PERMUTES:
+    if name in _LINEAR or name in VIEWS or name in PERMUTES:
         floating = is_tensor(node) and node.meta["val"].is_floating_point()
         return scaled(args[0]) and count == 1 and floating
     return False

@@ -21,20 +21,23 @@ of them, and sizes may be symbolic. `wait_for` keeps compilers from mixing two c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ..graphs.nodes import source_line, tensor_bytes
-from ..graphs.rows import Rows, Step, is_linear, is_tensor, is_zero, shape_of, step_of
+from ..graphs.rows import Kept, Rows, Step, is_linear, is_tensor, is_zero, restores, shape_of, step_of
 from ..torch_private import aot
 from ..torch_private.values import hint, symbols_of
-from .chunk_loop import Loop, place_in_order, write_chunks
-from .edits import log, show
+from .chunk_loop import Loop, place_in_order, read_sizes_of_inputs, write_chunks
+from .edits import show
 from .expand_losses import expand_losses
+from .live_bytes import LivePoint
+from .words_last import words_last
 
 # Tokens of a chunk. Each chunk reads and writes the sums of grad_w once, which takes as long as 240 / n of the three
 # products of n tokens at an H200's rates (8.2e14 operations and 3.9e12 bytes a second), and 10 / n on a CPU.
@@ -49,11 +52,31 @@ _EXPONENTIALS = ("aten._log_softmax.default", "aten._softmax.default", "aten.exp
 
 @dataclass(frozen=True)
 class Chunked:
-    """What was done with one last layer: its line and sizes, and how; or why it was left."""
+    """What was done with one last layer.
+
+    Attributes:
+        layer: its line and sizes: "float32[512, 4096] of model.py:31".
+        how: in which way it is computed in chunks; or why it is not.
+        done: whether it is in chunks.
+        count, tokens: the number of chunks, and the most tokens of one; 0 if it is not in chunks.
+        logit_bytes, chunk_bytes: of all logits, and of those of one chunk.
+        holds_peak: the step without hooks and chunks takes most where logits are alive, as predicted.
+        node: the name of the product in the joint graph.
+    """
 
     layer: str
     how: str
     done: bool
+    count: int = 0
+    tokens: int = 0
+    logit_bytes: int = 0
+    chunk_bytes: int = 0
+    holds_peak: bool = False
+    node: str = field(default="", compare=False, repr=False)
+
+    def left(self, why: str) -> Chunked:
+        """This layer, which may be in chunks, as one that is not because of `why`. Its own reason comes first."""
+        return replace(self, how=why, done=False, count=0, tokens=0, chunk_bytes=0) if self.done else self
 
     def __str__(self) -> str:
         return f"{self.layer}: {self.how}" if self.done else f"{self.layer}: not in chunks, {self.how}"
@@ -66,11 +89,16 @@ class _Region:
     Attributes:
         steps: of the nodes, in order.
         outputs: the nodes that others read.
+        kept: the slices that leave tokens out.
     """
 
     seed: Node
     steps: Mapping[Node, Step]
     outputs: tuple[Node, ...]
+    kept: tuple[Kept, ...] = ()
+
+    def token_count(self) -> Any:
+        return math.prod(self.kept[-1].kept_sizes()) if self.kept else shape_of(self.seed)[0]
 
     def inputs(self, nodes: Iterable[Node]) -> set[Node]:
         return {n for node in nodes for n in node.all_input_nodes} - self.steps.keys()
@@ -82,44 +110,124 @@ _LOSS_OUTSIDE = (
 )
 
 
+COULD_BE = "options={'chunk': True} does that, and so does a budget where it pays"
+
+
 class _NotChunked(Exception):
     """Why a layer is left as it is."""
 
 
-def chunked(joint: GraphModule, tokens: int | None) -> tuple[GraphModule, tuple[Chunked, ...]]:
+def chunked(joint: GraphModule, tokens: int | None, *, finer: int = 1) -> tuple[GraphModule, tuple[Chunked, ...]]:
     """`joint`, or a graph without gradients, with its last layers in chunks. `joint` itself is not changed.
 
     Args:
         tokens: of a chunk at most; None: chosen by device, where the logits are worth it.
+        finer: chunks have so many times fewer tokens than are chosen by device.
     """
-    if not _layers(joint, tokens):
+    if not any(map(_has_loss, _layers(joint, tokens))):
         return joint, ()
     found: list[Chunked] = []
     gm = aot.edited_copy(joint)
     expand_losses(gm.graph)
+    read_sizes_of_inputs(gm.graph)
+    words_last(gm.graph, {n for seed in _layers(gm, tokens) if _has_loss(seed) for n in _of_its_size(seed)})
     tried: set[str] = set()
     changed = False
     while layers := [node for node in _layers(gm, tokens) if node.name not in tried]:
         seed = layers[0]
         tried.add(seed.name)
-        layer = f"{_text(seed)} of {source_line(seed) or seed.name}"
-        attempt = aot.edited_copy(gm)
-        node = next(n for n in attempt.graph.nodes if n.name == seed.name)
-        try:
-            how, names = _chunk_one(attempt, node, tokens)
-        except _NotChunked as e:
-            if not str(e):
+        if not _has_loss(seed):
+            continue
+        note = Chunked(
+            f"{_text(seed)} of {source_line(seed) or seed.name}",
+            "",
+            False,
+            logit_bytes=tensor_bytes(seed.meta["val"]),
+            node=seed.name,
+        )
+        attempt, made = _attempt(gm, seed, tokens, finer)
+        if isinstance(made, str):
+            if not made:
                 continue
-            found.append(Chunked(layer, str(e), False))
+            found.append(replace(note, how=made))
         else:
-            tried |= names
-            found.append(Chunked(layer, how, True))
+            tried |= made.names
+            nbytes = made.tokens * tensor_bytes(seed.meta["val"][:1])
+            found.append(
+                replace(note, how=made.how, done=True, count=made.chunk_count, tokens=made.tokens, chunk_bytes=nbytes)
+            )
             gm, changed = attempt, True
-        log.info("chunk: %s", found[-1])
     if not changed:
         return joint, tuple(found)
     show("joint graph in chunks", gm)
     return gm, tuple(found)
+
+
+class _Made(NamedTuple):
+    """A layer in chunks: how, the names of the layers that are in the same chunks, their number, tokens of one."""
+
+    how: str
+    names: set[str]
+    chunk_count: int
+    tokens: int
+
+
+def _attempt(gm: GraphModule, seed: Node, tokens: int | None, finer: int) -> tuple[GraphModule, _Made | str]:
+    """A copy of `gm` with the layer `seed` in chunks; or why it is not, "" if it has no loss.
+
+    Slices that leave tokens out are followed only if it can't be done otherwise: then the chunks are of the tokens that
+    are left, and results of all tokens, before the slice, can't be had.
+    """
+    why = ""
+    for sliced in (False, True):
+        attempt = aot.edited_copy(gm)
+        node = next(n for n in attempt.graph.nodes if n.name == seed.name)
+        try:
+            return attempt, _chunk_one(attempt, node, tokens, finer, sliced=sliced)
+        except _NotChunked as e:
+            why = str(e) or why
+        if not any(str(user.target) == "aten.slice.Tensor" for n in _of_its_size(seed) for user in n.users):
+            break
+    return gm, why
+
+
+def logits_at_peak(joint: GraphModule, points: Sequence[LivePoint]) -> tuple[Chunked, ...]:
+    """The last layers of `joint`, which has none in chunks, whose logits hold the peak of the live bytes `points`."""
+    if not points:
+        return ()
+    found = with_peak(joint, chunked(joint, None)[1], max(points, key=lambda point: point.live_bytes).node)
+    return tuple(each.left(COULD_BE) for each in found if each.holds_peak)
+
+
+def with_peak(joint: GraphModule, found: Sequence[Chunked], peak_node: str) -> tuple[Chunked, ...]:
+    """`found`, whose layers are those of `joint`, with whether logits hold the peak: it stands at node `peak_node`."""
+    nodes = {node.name: node for node in joint.graph.nodes}
+    at = nodes.get(peak_node)
+    near = set() if at is None else {at, *at.all_input_nodes}
+
+    def holds(seed: Node) -> bool:
+        return not near.isdisjoint(_of_its_size(seed))
+
+    return tuple(replace(each, holds_peak=each.node in nodes and holds(nodes[each.node])) for each in found)
+
+
+def _of_its_size(seed: Node) -> set[Node]:
+    """`seed`, and all that is computed from it without another product and has its size, or half of it."""
+    size = hint(seed.meta["val"].numel()) // 2
+    stack, found = [seed], {seed}
+    while stack:
+        for user in stack.pop().users:
+            big = is_tensor(user) and hint(user.meta["val"].numel()) >= size
+            if big and user not in found and str(user.target) not in _PRODUCTS:
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def _has_loss(seed: Node) -> bool:
+    """Whether an exponential, or the program, reads such a value. It needs no copy of the graph to tell."""
+    readers = (user for node in _of_its_size(seed) for user in node.users)
+    return any(user.op == "output" or str(user.target) in _EXPONENTIALS for user in readers)
 
 
 def _text(node: Node) -> str:
@@ -155,16 +263,17 @@ def _depends_on(nodes: Iterable[Node], start: Iterable[Node]) -> set[Node]:
     return found
 
 
-def _chunk_one(gm: GraphModule, seed: Node, tokens: int | None) -> tuple[str, set[str]]:
-    """Chunk the layer `seed` of `gm`, in place. Returns how, and the names of the layers that it has included."""
-    region = _region(gm, seed)
+def _chunk_one(gm: GraphModule, seed: Node, tokens: int | None, finer: int, *, sliced: bool) -> _Made:
+    """Chunk the layer `seed` of `gm`, in place."""
+    region = _region(gm, seed, sliced=sliced)
     nodes = list(gm.graph.nodes)
     tangents = _depends_on(nodes, filter(aot.is_tangent, gm.graph.find_nodes(op="placeholder")))
     after = _depends_on(nodes, region.outputs) - region.steps.keys()  # what is computed from results of the loop
     gradients = [n for n in region.steps if n in tangents]
-    count = _chunks(seed, tokens)
+    rows = hint(region.token_count())
+    count = _chunks(seed, rows, tokens, finer)
     names = {n.name for n in region.steps if str(n.target) in _PRODUCTS}
-    loop = Loop(gm, region.steps, seed, count)
+    loop = Loop(gm, region.steps, seed, count, region.kept)
     forward = [n for n in region.outputs if n not in tangents]
     backward = [n for n in region.outputs if n in tangents]
     if late := region.inputs(_needed(region, forward)) & (after | tangents):
@@ -194,7 +303,7 @@ def _chunk_one(gm: GraphModule, seed: Node, tokens: int | None) -> tuple[str, se
             node.meta[_IN_CHUNK] = True
     gm.graph.lint()
     gm.recompile()
-    return how, names
+    return _Made(how, names, count, rows - rows // count * (count - 1))
 
 
 def _erase(gm: GraphModule, nodes: Iterable[Node]) -> None:
@@ -204,9 +313,8 @@ def _erase(gm: GraphModule, nodes: Iterable[Node]) -> None:
             gm.graph.erase_node(node)
 
 
-def _chunks(seed: Node, tokens: int | None) -> int:
-    count = hint(shape_of(seed)[0])
-    each = tokens if tokens is not None else _TOKENS.get(seed.meta["val"].device.type, 1024)
+def _chunks(seed: Node, count: int, tokens: int | None, finer: int) -> int:
+    each = tokens if tokens is not None else max(1, _TOKENS.get(seed.meta["val"].device.type, 1024) // finer)
     chunks = min(_MOST_CHUNKS, -(-count // each))
     if chunks < 2:
         raise _NotChunked(f"{count} tokens are one chunk of {each}")
@@ -216,7 +324,7 @@ def _chunks(seed: Node, tokens: int | None) -> int:
 # --- the region -------------------------------------------------------------------------------------------------------
 
 
-def _region(gm: GraphModule, seed: Node) -> _Region:
+def _region(gm: GraphModule, seed: Node, *, sliced: bool) -> _Region:
     nodes = list(gm.graph.nodes)
     count, words = shape_of(seed)
     if symbols_of(count) and not hint(count):
@@ -226,7 +334,7 @@ def _region(gm: GraphModule, seed: Node) -> _Region:
     def is_big(node: Node) -> bool:
         return is_tensor(node) and hint(node.meta["val"].numel()) >= size
 
-    steps, rows = _rowwise(nodes, seed, is_big)
+    steps, rows = _rowwise(nodes, seed, is_big, sliced=sliced)
     kept = _kept(nodes, steps, rows, is_big)
     big = {n for n in kept if is_big(n)}
     inside = {n: steps[n] for n in nodes if n in steps and (n in kept or not big.isdisjoint(n.all_input_nodes))}
@@ -245,7 +353,32 @@ def _region(gm: GraphModule, seed: Node) -> _Region:
         outputs.append(node)
     # adopted nodes that only others' results need
     needed = set(_ancestors(outputs, inside))
-    return _Region(seed, {n: s for n, s in inside.items() if n in needed}, tuple(outputs))
+    found = {n: s for n, s in inside.items() if n in needed}
+    return _Region(seed, found, tuple(outputs), _kept_tokens(found, outputs))
+
+
+def _kept_tokens(steps: Mapping[Node, Step], outputs: Iterable[Node]) -> tuple[Kept, ...]:
+    """The slices of the tokens that are in the loop, which are those of all slices.
+
+    A result of more tokens must be zero for those that are not, as gradients are, or a sum of such results.
+    """
+
+    def kept_of(step: Step) -> tuple[Kept, ...]:
+        rows = step.out or next(read.rows for read in step.reads.values())
+        return rows.kept
+
+    kept = max((kept_of(step) for step in steps.values()), key=len)
+    zeros: set[Node] = set()  # are zero for all tokens that are not in the loop
+    for node, step in steps.items():
+        if kept_of(step) != kept[: len(kept_of(step))]:
+            raise _NotChunked(f"tokens are sliced in two ways, in {_name(node)} and before it")
+        source = restores(step)
+        if kept_of(step) == kept or (source in zeros if source is not None else is_linear(node, zeros.__contains__)):
+            zeros.add(node)
+    for node in outputs:
+        if node not in zeros:
+            raise _NotChunked(f"{_name(node)} needs all tokens, and its loss some of them")
+    return kept
 
 
 def _why_alone(nodes: list[Node], seed: Node, inside: Mapping[Node, Step], is_big: Any) -> str:
@@ -276,7 +409,7 @@ def _name(node: Node) -> str:
     return f"'{node.name}', {line}" if (line := source_line(node)) else f"'{node.name}'"
 
 
-def _rowwise(nodes: list[Node], seed: Node, is_big: Any) -> tuple[dict[Node, Step], dict[Node, Rows]]:
+def _rowwise(nodes: list[Node], seed: Node, is_big: Any, *, sliced: bool) -> tuple[dict[Node, Step], dict[Node, Rows]]:
     """All that treats the tokens of `seed` alike, up to results of products, and what of their size it is made from."""
     rows: dict[Node, Rows] = {seed: Rows(0)}
     first = step_of(seed, {}, Rows(0))
@@ -291,7 +424,7 @@ def _rowwise(nodes: list[Node], seed: Node, is_big: Any) -> tuple[dict[Node, Ste
         for source, read in step.reads.items():
             if source in rows or not read.cut or read.like or source in from_seed or not is_big(source):
                 continue
-            made = step_of(source, rows, read.rows)
+            made = step_of(source, rows, read.rows, sliced=sliced)
             if made is not None and made.out == read.rows and adopt(made):
                 rows[source], steps[source] = read.rows, made
         return True
@@ -304,7 +437,7 @@ def _rowwise(nodes: list[Node], seed: Node, is_big: Any) -> tuple[dict[Node, Ste
             if node in steps:
                 continue
             known = {n: rows[n] for n in node.all_input_nodes if n in rows and n not in ends}
-            step = step_of(node, known) if known else None
+            step = step_of(node, known, sliced=sliced) if known else None
             if step is None:
                 continue
             adopt(step)

@@ -10,8 +10,10 @@ scale of the loss's gradient is known: they are rounded once, after it.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,15 +23,22 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..graphs.nodes import MADE_EARLY
-from ..graphs.rows import Read, Rows, Step, is_conversion, is_tensor, shape_of
-from ..torch_private.values import expression, is_operator, symbols_of
+from ..graphs.rows import Kept, Read, Rows, Step, is_conversion, is_tensor, shape_of
+from ..torch_private.values import computed_from, expression, is_operator, symbols_of
 from .chunk_order import wait_for
 from .edits import run_on_fakes
 
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _LOW = (torch.bfloat16, torch.float16)
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
-_MOVES = ("aten.view.default", "aten.permute.default", "aten.t.default", "aten.transpose.int", "aten.detach.default")
+_MOVES = (
+    "aten.slice_backward.default",
+    "aten.view.default",
+    "aten.permute.default",
+    "aten.t.default",
+    "aten.transpose.int",
+    "aten.detach.default",
+)
 # Bytes of the sums of a product from which on they are kept in parts: a product is added to its sum in memory of its
 # own, of the size of one part.
 _PARTS_FROM, _PARTS = 256 << 20, 8
@@ -41,6 +50,7 @@ class Loop:
 
     Attributes:
         count: the number of chunks. All have `tokens // count` tokens but the last, which has what remains.
+        kept: the slices that leave tokens out. The chunks are of the tokens that are left.
         sizes: of the chunks: numbers, or nodes.
     """
 
@@ -48,16 +58,18 @@ class Loop:
     steps: Mapping[Node, Step]
     seed: Node
     count: int
+    kept: tuple[Kept, ...] = ()
     sizes: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        rows = shape_of(self.seed)[0]
+        rows = math.prod(self.kept[-1].kept_sizes()) if self.kept else shape_of(self.seed)[0]
         if isinstance(rows, int):
             size = rows // self.count
             self.sizes = [size] * (self.count - 1) + [rows - size * (self.count - 1)]
             return
         assert rows >= self.count, "the example has as many tokens as chunks"  # a guard: fewer compile another graph
-        tokens = self.add(_aten.sym_size.int, self.seed.args[-2], 0)
+        hidden: Any = self.seed.args[-2]
+        tokens = self.add(_aten.sym_size.int, self.kept_of(hidden, Rows(0)), 0)
         each = self.add(operator.floordiv, tokens, self.count)
         before = self.add(operator.mul, each, self.count - 1)
         self.sizes = [each] * (self.count - 1) + [self.add(operator.sub, tokens, before)]
@@ -73,6 +85,40 @@ class Loop:
         computes_sizes = not is_operator(target) and target is not operator.getitem
         run_on_fakes(node, None if computes_sizes else self.seed.meta["val"].fake_mode)
         return node
+
+    def kept_of(self, source: Node, rows: Rows) -> Node:
+        """The tokens of `source`, which are at `rows`, that are left by all slices, in one dimension."""
+        shape = list(shape_of(source))
+        before, after = shape[: rows.first], shape[rows.first + rows.count :]
+        count = rows.count
+        for kept in self.kept[len(rows.kept) :]:
+            if len(kept.sizes) != count:
+                sizes = [*before, *kept.sizes, *after]
+                source = self.add(_aten.reshape.default, source, [_size(self, s) for s in sizes])
+            end = -kept.after if kept.after else sys.maxsize
+            source = self.add(_aten.slice.Tensor, source, rows.first + kept.dim, kept.before, end)
+            count = len(kept.sizes)
+        if count > 1:
+            flat = [*before, -1, *after]
+            source = self.add(_aten.reshape.default, source, [_size(self, s) for s in flat])
+        return source
+
+    def restored(self, value: Node, rows: Rows) -> Node:
+        """`value`, of the tokens that are left, in one dimension, with zeros for those that slices leave out."""
+        for kept in reversed(self.kept[len(rows.kept) :]):
+            before, after = shape_of(value)[: rows.first], shape_of(value)[rows.first + 1 :]
+            sizes = [_size(self, s) for s in kept.sizes]
+            dropped = kept.before + kept.after
+            size = sizes[kept.dim]
+            sizes[kept.dim] = size - dropped if isinstance(size, int) else self.add(operator.sub, size, dropped)
+            outside = [_size(self, s) for s in before], [_size(self, s) for s in after]
+            if len(sizes) > 1:
+                value = self.add(_aten.reshape.default, value, [*outside[0], *sizes, *outside[1]])
+            inner = len(sizes) - 1 - kept.dim + len(after)  # dimensions behind
+            value = self.add(_aten.constant_pad_nd.default, value, [0, 0] * inner + [kept.before, kept.after], 0)
+            if len(sizes) > 1:
+                value = self.add(_aten.reshape.default, value, [*outside[0], -1, *outside[1]])
+        return value
 
 
 @dataclass
@@ -198,11 +244,12 @@ def _cut(written: _Written, node: Node, read: Read) -> list[Node]:
         lacking = len(read.like) - rows.count
         sizes = [_size(loop, s) for s in (*shape[: rows.first], *read.like, *shape[rows.first + rows.count :])]
         source = loop.add(_aten.expand.default, source, sizes)
-        rows = Rows(rows.first, rows.count + lacking)
+        rows = rows.at(rows.first, rows.count + lacking)
         shape = shape_of(source)
-    if rows.count > 1:
-        flat = [_size(loop, s) for s in rows.flat(shape, -1 if read.cut else 1)]
-        source = loop.add(_aten.reshape.default, source, flat)
+    if read.cut:
+        source = loop.kept_of(source, rows)
+    elif rows.count > 1:
+        source = loop.add(_aten.reshape.default, source, [_size(loop, s) for s in rows.flat(shape, 1)])
     if not read.cut:
         found = [source] * loop.count
     else:
@@ -216,16 +263,46 @@ def _size(loop: Loop, size: Any) -> Any:
     """`size` as an argument of a node: a number, or a node that has it."""
     if not symbols_of(size):
         return int(size)
-    for node in loop.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if expression(value) == expression(size) and isinstance(value, torch.SymInt):
-            return node
-    for node in loop.graph.find_nodes(op="placeholder"):
-        if is_tensor(node):
-            for dim, own in enumerate(shape_of(node)):
-                if expression(own) == expression(size):
-                    return loop.add(_aten.sym_size.int, node, dim)
-    raise AssertionError(f"no input of the graph has size {size}")
+    found = size_of_inputs(loop.graph, size, loop.add)
+    assert found is not None, f"no input of the graph has size {size}"
+    return found
+
+
+def size_of_inputs(graph: Graph, size: Any, add: Callable[..., Node]) -> Node | None:
+    """A node that has the symbolic `size`, made from the sizes of inputs; None if it can't be.
+
+    `add`: makes a node.
+    """
+
+    def known(text: str) -> Node | None:
+        found = None
+        for node in graph.find_nodes(op="placeholder"):
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt) and expression(value) == text:
+                return node  # type: ignore[no-any-return]
+            dims = value.shape if is_tensor(node) and found is None else ()
+            found = next(((node, d) for d, own in enumerate(dims) if expression(own) == text), found)
+        return None if found is None else add(_aten.sym_size.int, *found)
+
+    found: Node | None = computed_from(size, known, lambda name, a, b: add(getattr(operator, name), a, b))
+    return found
+
+
+def read_sizes_of_inputs(graph: Graph) -> None:
+    """Have sizes that are read from a result computed from the sizes of inputs, as far as possible, in place."""
+    for node in graph.find_nodes(op="call_function", target=_aten.sym_size.int):
+        if node.args[0].op == "placeholder" or not symbols_of(node.meta["val"]):
+            continue
+
+        def add(target: Any, *args: Any, before: Node = node) -> Node:
+            with graph.inserting_before(before):
+                made = graph.call_function(target, args)
+            run_on_fakes(made, None)
+            return made
+
+        if (found := size_of_inputs(graph, node.meta["val"], add)) is not None:
+            node.replace_all_uses_with(found)
+            graph.erase_node(node)
 
 
 def _add_to_sum(written: _Written, node: Node, step: Step, env: Mapping[Node, Node], input_of: Any) -> None:
@@ -332,6 +409,8 @@ def _joined(written: _Written, node: Node, scale: Node | None) -> Node:
         number = scale if not shape_of(scale) else loop.add(_aten.reshape.default, scale, [])
     parts = [_finished(loop, part, number, dtype) for part in parts]
     joined = parts[0] if len(parts) == 1 else loop.add(_aten.cat.default, parts, dim)
+    if rows is not None:
+        joined = loop.restored(joined, rows)
     if rows is not None and rows.count > 1:
         shape = shape_of(node)
         joined = loop.add(_aten.reshape.default, joined, [_size(loop, s) for s in shape])

@@ -17,6 +17,8 @@ from ..graphs.rows import shape_of
 from .edits import run_on_fakes
 
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
+_FORWARDS = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")  # with words in dimension 1
+_BACKWARDS = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 _MEAN = 1  # torch's numbers of reductions: none, mean, sum
 _NONE = 0
 
@@ -25,9 +27,9 @@ def expand_losses(graph: Graph) -> None:
     """Replace such operators in `graph`, in place."""
     for node in list(graph.nodes):
         name = str(node.target)
-        if name == "aten.nll_loss_forward.default" and len(shape_of(node.args[0])) == 2:
+        if name in _FORWARDS and len(shape_of(node.args[0])) > 1:
             _nll_forward(graph, node)
-        elif name == "aten.nll_loss_backward.default" and len(shape_of(node.args[1])) == 2:
+        elif name in _BACKWARDS and len(shape_of(node.args[1])) > 1:
             _nll_backward(graph, node)
         elif name in ("aten.new_zeros.default", "aten.new_ones.default"):  # of whose first argument no value is read
             value = node.meta["val"]
@@ -84,7 +86,9 @@ def _weights(graph: Graph, valid: Node, counted: Node, weight: Any, dtype: torch
     """The weight of each token: its class's, or 1; 0 for those that don't count."""
     if weight is None:
         return call(graph, _convert, valid, dtype)
-    chosen = _masked(graph, call(graph, _aten.index_select.default, weight, 0, counted), valid)
+    flat = call(graph, _aten.reshape.default, counted, [-1])
+    chosen = call(graph, _aten.index_select.default, weight, 0, flat)
+    chosen = _masked(graph, call(graph, _aten.view_as.default, chosen, counted), valid)
     return chosen if _dtype(chosen) == dtype else call(graph, _convert, chosen, dtype)
 
 

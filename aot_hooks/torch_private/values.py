@@ -197,6 +197,36 @@ def symbols_of(size: Any) -> frozenset[Any]:
     return frozenset(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else frozenset()
 
 
+def difference(a: Any, b: Any) -> int | None:
+    """`a - b` for two sizes, if it is the same number for all values of their symbols."""
+    left, right = (size.node.expr if isinstance(size, torch.SymInt) else size for size in (a, b))
+    found = left - right
+    return int(found) if isinstance(found, int) or found.is_Integer else None
+
+
+def computed_from(size: Any, known: Callable[[str], Any], combine: Callable[[str, Any, Any], Any]) -> Any:
+    """A symbolic size made from known ones by sums and products; None if it can't be.
+
+    Args:
+        known: what stands for an expression, None if nothing does.
+        combine: returns the "add" or "mul" of two such things, or of one and a number.
+    """
+
+    def made(expr: Any) -> Any:
+        if expr.is_Integer:
+            return int(expr)
+        if (found := known(str(expr))) is not None or not (expr.is_Add or expr.is_Mul):
+            return found
+        total: Any = None
+        for each in sorted(expr.args, key=lambda arg: bool(arg.is_Integer)):  # a number comes last
+            if (part := made(each)) is None:
+                return None
+            total = part if total is None else combine("add" if expr.is_Add else "mul", total, part)
+        return total
+
+    return made(size.node.expr)
+
+
 def upper_bound(size: torch.SymInt) -> int | None:
     """The largest number that a symbolic size can be in any run of the graph, without a guard; None without a bound."""
     bound = size.node.shape_env.bound_sympy(size.node.expr).upper

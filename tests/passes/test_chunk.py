@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,56 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolera
         assert float((a - b).norm()) <= tolerance * float(b.norm())
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 10), pytest.param(10, 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "count"), [(0, 5), pytest.param(5, 40, marks=pytest.mark.slow)])
 def test_random_losses_are_right_in_chunks_or_left_alone_with_the_reason(first: int, count: int) -> None:
     outcomes = [fuzz_chunk.check(fuzz_chunk.generate(seed)) for seed in range(first, first + count)]
     assert [o for o in outcomes if o.wrong] == []
     assert sum(o.chunked for o in outcomes) >= count // 2
+
+
+@pytest.mark.parametrize("first", [4000, pytest.param(4020, marks=pytest.mark.slow)])
+def test_random_joint_graphs_are_right_in_chunks(first: int) -> None:
+    outcomes = [fuzz_chunk.check_joint(fuzz_chunk.generate(seed)) for seed in range(first, first + 12)]
+    assert [o for o in outcomes if o.wrong] == []
+    assert sum(o.chunked for o in outcomes) >= 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "loss",
+    ["shifted_logits", "dropped_first", "sliced_twice", "sliced_teacher", "transposed", "shifted_transposed", "dpo"],
+)
+def test_sliced_and_transposed_logits_are_in_chunks(loss: str, dtype: torch.dtype) -> None:
+    case = dataclasses.replace(fuzz_chunk.generate(0), loss=loss, shape=(3, 15), dtype=dtype, tokens=8)
+    outcome = fuzz_chunk.check_joint(case)
+    assert outcome.chunked and not outcome.wrong
+
+
+def test_chunks_of_sliced_logits_follow_the_sizes(tmp_path: Path) -> None:
+    """In one graph for all sizes. One chunk of the tokens that are left is alive."""
+    case = dataclasses.replace(
+        fuzz_chunk.generate(0), loss="shifted_logits", shape=(2, 15), dtype=torch.float32, tokens=8, dynamic=True
+    )
+    outcome = fuzz_chunk.check(case)
+    assert outcome.chunked and not outcome.wrong
+    module = model(4096)
+
+    def loss(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = module.head(x)[:, :-1].contiguous()
+        return F.cross_entropy(logits.view(-1, 4096), labels[:, 1:].reshape(-1))
+
+    x, labels = example(512, 4096)
+    x.requires_grad_()
+    run = compiled(loss, 64, policy=aot_hooks.KEEP)
+    assert most_allocated(lambda: run(x, labels).backward(), tmp_path) <= 0.5 * 4 * 512 * 4096
+    (row,) = (row for plan in aot_hooks.last_plans(run) for row in plan.chunked)
+    assert (row.count, row.tokens) == (8, 70)  # of 2 * 255
+
+
+def test_logits_that_are_read_whole_and_sliced_are_left_alone() -> None:
+    case = dataclasses.replace(fuzz_chunk.generate(0), loss="sliced_and_whole", shape=(3, 15), tokens=8)
+    outcome = fuzz_chunk.check_joint(case)
+    assert not outcome.chunked and not outcome.wrong and "needs all tokens" in outcome.why
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
