@@ -45,9 +45,9 @@ from .offloading import transfers
 from .offloading.placement import decide_at_run_time
 from .options import Options, check_limit, inductor_patches
 from .passes.casts import cast_again, with_casts
-from .passes.chunk import Chunked, chunked
+from .passes.chunk import Chunked, chunked, logits_at_peak
 from .passes.early import compute_early
-from .passes.edits import finished
+from .passes.edits import finished, log
 from .passes.live_bytes import LivePoint, live_bytes
 from .passes.partition import parameters_among, parameters_of, partitioned, state_of
 from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
@@ -55,6 +55,7 @@ from .passes.rewrite import rewrite
 from .passes.units import Trace
 from .planning import planner as planning
 from .planning.budget import Budget, fitted
+from .planning.chunks import Planned, with_chunks
 from .planning.kernels import split_and_hold
 from .planning.planner import Planner, is_budget
 from .planning.stored import Program
@@ -531,10 +532,10 @@ def planning_partition(
         outputs: dict[str, Any] = {"num_fwd_outputs": kwargs["num_fwd_outputs"], "roots": paths}
         parts = outputs | {"static_inputs": static}
         budgeted = is_budget(hooks.setting) and not nested
-        first: list[_Stock] = []  # of the first split
+        stocks: dict[GraphModule, _Stock] = {}  # of the first split of each joint graph
 
-        def split() -> tuple[GraphModule, GraphModule]:
-            merges = not apart and not first  # the first split has merged what repeats in `joint` itself
+        def split(joint: GraphModule) -> tuple[GraphModule, GraphModule]:
+            merges = not apart and joint not in stocks  # the first split has merged what repeats in `joint` itself
             min_cut = partial(aot.min_cut_partition, joint, joint_inputs, merge_repeats=merges, **kwargs)
             fw, bw = partitioned(joint, min_cut, kwargs["num_fwd_outputs"], state)
             if len(donated) == number:  # the first time: as it is without hooks
@@ -544,16 +545,15 @@ def planning_partition(
                 compute_early(fw, kwargs["num_fwd_outputs"])
             live_before: tuple[LivePoint, ...] = ()
             before_ms = 0.0
-            if not first and (live or budgeted):
+            if joint not in stocks and (live or budgeted):
                 live_before = live_bytes(fw, bw, fused=fused, **outputs)
-            if not first and not as_if_lossy:
+            if joint not in stocks and not as_if_lossy:
                 before_ms = predicted_ms(fw, bw, fused, launched=at_run_time)
             casts: tuple[SavedTensor, ...] = ()
             if packs and not nested:
                 alive = parameters_of(fw, static, parameters)
                 casts = cast_again(fw, bw, parameters=alive, is_wanted=hooks.casts_again, fused=fused, **outputs)
-            if not first:
-                first.append(_Stock(live_before, before_ms, casts))
+            stocks.setdefault(joint, _Stock(live_before, before_ms, casts))
             return fw, bw
 
         def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Trace | None = None) -> Plan:
@@ -566,27 +566,47 @@ def planning_partition(
 
         if hooks.setting is not None and budgeted:
             own: dict[str, Any] = {"fused": fused, "launched": at_run_time, "unpacked": unpacked}
-            with without_collections():
-                fw, bw, plan = Planner.partition(
-                    joint, split, lambda: (first[0].live, first[0].ms), rewritten, hooks.setting, **own, **parts
+            setting: Any = hooks.setting
+            as_it_is = joint
+
+            def without_hooks() -> tuple[tuple[LivePoint, ...], float]:
+                return stocks[as_it_is].live, stocks[as_it_is].ms
+
+            def within(gm: GraphModule, lenient: bool) -> Planned:
+                found = Planner.partition(
+                    gm, partial(split, gm), without_hooks, rewritten, setting, lenient=lenient, **own, **parts
                 )
-            plan = with_casts(with_reasons(plan, unpacked), first[0].casts)
-            plans.append(dataclasses.replace(plan, chunked=tuple(notes)))
+                return Planned(*found[:2], with_casts(with_reasons(found[2], unpacked), stocks[gm].casts))
+
+            def stock(gm: GraphModule) -> tuple[LivePoint, ...]:
+                if gm not in stocks:
+                    split(gm)
+                return stocks[gm].live
+
+            with without_collections():
+                if options.chunk:  # the user has chosen
+                    fw, bw, plan = within(joint, True)
+                    plan = dataclasses.replace(plan, chunked=tuple(notes))
+                else:
+                    fw, bw, plan = with_chunks(setting.rule, joint, within, stock)
+            plans.append(plan)
             if at_run_time and plan.transfers:
                 decide_at_run_time(fw, bw, kwargs["num_fwd_outputs"])
             return finished(fw, bw)
-        fw, bw = split()
-        plan = with_casts(rewritten(fw, bw, hooks.setting), first[0].casts)
+        fw, bw = split(joint)
+        plan = with_casts(rewritten(fw, bw, hooks.setting), stocks[joint].casts)
         if fused and options.recompute_pointwise and hooks.settings:
             split_and_hold(fw, bw, **outputs)
         if live or not as_if_lossy:
             after_ms = predicted_ms(fw, bw, fused, transfers.COPIES, plan.transfers, launched=at_run_time)
             after = live_bytes(fw, bw, fused=fused, **outputs)
-            plan = dataclasses.replace(plan, before_ms=first[0].ms, after_ms=after_ms)
+            plan = dataclasses.replace(plan, before_ms=stocks[joint].ms, after_ms=after_ms)
             if live:
-                plan = dataclasses.replace(plan, live_before=first[0].live, live_after=after)
+                plan = dataclasses.replace(plan, live_before=stocks[joint].live, live_after=after)
             else:
                 plan = dataclasses.replace(plan, own_peak_bytes=max(point.live_bytes for point in after))
+            if live and not options.chunk and not nested:
+                notes += logits_at_peak(joint, plan.live_before)
         plans.append(dataclasses.replace(plan, chunked=tuple(notes)))
         if at_run_time and plan.transfers:
             decide_at_run_time(fw, bw, kwargs["num_fwd_outputs"])
@@ -604,9 +624,11 @@ def partition_without_hooks(
 
 def _in_chunks(options: Options, gm: GraphModule, notes: list[Chunked] | None = None) -> GraphModule:
     """`gm` with its last layer and loss in chunks, if the options say so. What was done, or why not, is noted."""
-    if options.chunk is False or options.chunk == 0:
+    if not options.chunk:
         return gm
     gm, found = chunked(gm, None if options.chunk is True else options.chunk)
+    for each in found:
+        log.info("chunk: %s", each)
     unused.not_chunked(found)
     if notes is not None:
         notes += found

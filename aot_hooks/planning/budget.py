@@ -121,7 +121,7 @@ def budget(
     """A policy: the fastest step found that takes at most `peak` bytes, as predicted.
 
     For each saved tensor one of these is chosen: keep it, compute it again in the backward, store it exactly in fewer
-    bytes, round it, or send it to the host.
+    bytes, round it, or send it to the host. The last layer and its loss may be computed in chunks of tokens.
 
     Args:
         peak: the most bytes of the step, over what is allocated before it: a number, "24GiB", "500MB", or "fit". Less

@@ -87,6 +87,7 @@ def partition_within(
     fused: bool,
     launched: bool,
     unpacked: Unpacked = NOTHING,
+    lenient: bool = True,
 ) -> _Planned:
     """The two graphs with the budget of `setting` met, and their plan with live bytes and times.
 
@@ -96,6 +97,7 @@ def partition_within(
         rewrite: puts the hooks of a setting into two graphs, in place.
         launched: the host launches each kernel, not a CUDA graph.
         unpacked: saved tensors that no hook may round.
+        lenient: if nothing fits and the budget is lenient, take the least.
 
     Raises:
         BudgetError: no choice stays under the peak.
@@ -160,7 +162,7 @@ def partition_within(
     if found is not None:
         progress.say("compiling forward and backward")
         return found
-    if budget.lenient:
+    if budget.lenient and lenient:
         return within(budget)
     raise min(errors, key=lambda error: error.least_bytes or math.inf)
 

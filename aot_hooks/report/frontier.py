@@ -79,13 +79,14 @@ class Frontier:
 
 
 def _means(of: Plan) -> str:
-    """The share of saved bytes by hook: "keep 40%, recompute 35%, float8(...) 25%"."""
+    """The share of saved bytes by hook: "keep 40%, recompute 35%, float8(...) 25%"; "loss in 8 chunks" before it."""
     shares: dict[str, int] = defaultdict(int)
     for decision in of.decisions:
         shares["keep" if decision.hook == KEEP else decision.hook.name] += decision.saved_bytes
     total = sum(shares.values()) or 1
     found = sorted(shares.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {100 * nbytes / total:.0f}%" for name, nbytes in found if nbytes)
+    chunks = [f"loss in {row.count} chunks" for row in of.chunked if row.done]
+    return ", ".join([*chunks, *(f"{name} {100 * nbytes / total:.0f}%" for name, nbytes in found if nbytes)])
 
 
 def frontier(

@@ -150,6 +150,7 @@ def format_report(
         f"{float(_number(saved, size)) - float(_number(packed, size)):.2f} {unit} back",
         *_peak_lines(plan, size, unit),
         *_measured_lines(plan, measured_peak_bytes, measured_optimizer_bytes, size, unit),
+        *map(_cut, _chunk_lines(plan, size, unit)),
         *map(_cut, _transfer_lines(plan.transfers, size, unit)),
         "",
         f"{f'saved_{unit}':>10} {f'packed_{unit}':>11} {'tensors':>8}  what, where / how and why",
@@ -243,6 +244,23 @@ def _measured_lines(plan: Plan, peak: int | None, optimizer: int | None, size: i
     return lines
 
 
+def _chunk_lines(plan: Plan, size: int, unit: str) -> list[str]:
+    """One line for each last layer that is computed in chunks of tokens, and two for each that is not."""
+    lines = []
+    for row in plan.chunked:
+        whole, part = (f"{_number(nbytes, size)} {unit}" for nbytes in (row.logit_bytes, row.chunk_bytes))
+        if row.done:
+            saves = _number(row.logit_bytes - row.chunk_bytes, size)
+            lines.append(
+                f"loss in {row.how}: {row.tokens} tokens and {part} of {whole} of logits at a time, {saves} less for "
+                f"each value of their size  {row.layer}"
+            )
+            continue
+        lines.append(f"logits of {whole} {'hold the peak and ' if row.holds_peak else ''}stay whole  {row.layer}")
+        lines.append(f"  {row.how}")
+    return lines
+
+
 def _transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list[str]:
     """What `offload` sends, when, and why the rest stays; none without such a hook. `size` bytes are one `unit`.
 
@@ -327,6 +345,7 @@ def as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
         },
         "rows": [_decision_as_data(d) for d in plan.decisions],
         "transfers": _transfers_as_data(plan.transfers),
+        "chunked": [_chunked_as_data(row) for row in plan.chunked],
         **{f"live_{k}": [vars(p).copy() for p in v] for k, v in points.items()},
     }
 
@@ -342,6 +361,10 @@ def _decision_as_data(d: Decision) -> dict[str, Any]:
         "is_input": s.is_input, "is_output": s.is_output, "is_static": s.is_static,
         "hook": d.hook.name, "reason": d.reason, "saved_bytes": d.saved_bytes, "packed_bytes": d.packed_bytes,
     }  # fmt: skip
+
+
+def _chunked_as_data(row: Any) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name != "node"}
 
 
 def _transfers_as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:

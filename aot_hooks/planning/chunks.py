@@ -1,0 +1,171 @@
+"""The loss in chunks as a means of a budget: the joint graph is planned with whole logits and with chunks of them.
+
+      joint ----------------------> within the budget --+
+        |                                               +--> the faster one, or the one with the lower peak
+        '--chunked(finer=1, 4)----> within the budget --+
+
+Chunks are exact: the same sums in another order. A step that fits as it is stays as it is. Peaks and times of both are
+predicted in the same way. Times are over that of the step without hooks and chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from torch.fx import GraphModule
+
+from ..errors import BudgetError
+from ..hook import KEEP
+from ..passes.chunk import Chunked, chunked, with_peak
+from ..passes.live_bytes import LivePoint
+from ..passes.plan import Plan
+from .budget import Budget
+
+log = logging.getLogger("aot_hooks")
+CHUNK = "chunk"  # the name of the means in `allow`
+
+# Chunks of the size that `options["chunk"]` chooses, and chunks of a quarter of it. The second ones are planned if the
+# first ones need other means beside them.
+_FINER = (1, 4)
+# Chunks are planned if they lower the peak of the step without hooks to this share of it, or further. Planning a graph
+# with chunks takes as long as planning it without.
+_LOWER = 0.98
+# The share of the time, or of the peak, by which one plan must beat another: predictions differ by more than that from
+# one partition to another.
+_GAIN = 0.002
+
+
+class Planned(NamedTuple):
+    """A joint graph that is planned within a budget."""
+
+    fw: GraphModule
+    bw: GraphModule
+    plan: Plan
+
+
+@dataclass
+class _Search:
+    """Plans of one joint graph, without chunks and with them.
+
+    Attributes:
+        within: plans a joint graph; its second argument says whether a lenient budget may take the least.
+        tightest: the joint graph whose step without hooks has the lowest peak.
+        rows: of the plan that is taken: what was done with each last layer.
+    """
+
+    budget: Budget
+    joint: GraphModule
+    within: Callable[[GraphModule, bool], Planned]
+    tightest: GraphModule
+    rows: tuple[Chunked, ...] = ()
+    errors: list[BudgetError] = field(default_factory=list)
+
+    def tried(self, gm: GraphModule) -> Planned | None:
+        try:
+            return self.within(gm, False)
+        except BudgetError as e:
+            self.errors.append(e)
+            return None
+
+    def best(self, whole: Planned | None, stock: Callable[[GraphModule], Sequence[LivePoint]]) -> Planned | None:
+        """`whole`, the plan without chunks, or a better one with them; None if nothing fits."""
+        best, lowest = whole, _peak(stock(self.joint))
+        for finer in _FINER:
+            gm, found = chunked(self.joint, None, finer=finer)
+            self.rows = self.rows or found
+            if not any(each.done for each in found) or (peak := _peak(stock(gm))) > _LOWER * lowest:
+                break
+            lowest, self.tightest = peak, gm
+            one = self.tried(gm)
+            if one is None or not _is_in_time(self.budget, one.plan, whole):
+                continue
+            if best is None or _is_better(self.budget, one.plan, best.plan):
+                best, self.rows = one, found
+            if all(d.hook is KEEP for d in one.plan.decisions):
+                break
+        if best is None and self.budget.lenient:
+            best = self.within(self.tightest, True)
+        if best is whole and whole is not None:
+            self.rows = tuple(row.left("the step is predicted to be better with whole logits") for row in self.rows)
+        return best
+
+
+def with_chunks(
+    budget: Budget,
+    joint: GraphModule,
+    within: Callable[[GraphModule, bool], Planned],
+    stock: Callable[[GraphModule], Sequence[LivePoint]],
+) -> Planned:
+    """The plan of `joint`, or of `joint` with its loss in chunks if that is better.
+
+    The plan has a row for each loss that is in chunks, and for each one whose logits hold the peak.
+
+    Args:
+        within: plans a joint graph. Where nothing fits it raises `BudgetError`, or takes the least, with a warning, if
+            the budget and its second argument allow that.
+        stock: the live bytes of a joint graph without hooks.
+    """
+    if CHUNK not in budget.allow:
+        return within(joint, True)
+    search = _Search(budget, joint, within, joint)
+    whole = search.tried(joint)
+    if whole is not None and _fits_as_it_is(budget, whole.plan):
+        return whole
+    best = search.best(whole, stock)
+    top = max(stock(joint), key=lambda point: point.live_bytes, default=None)
+    rows = with_peak(joint, search.rows, "" if top is None else top.node)
+    rows = tuple(row for row in rows if row.done or row.holds_peak)
+    if best is None:
+        error = min(search.errors, key=lambda e: e.least_bytes or math.inf)
+        if not rows:
+            raise error
+        raise _with_rows(error, rows) from None
+    for row in rows:
+        log.info("%r: %s", budget, row)
+    return best._replace(plan=replace(best.plan, chunked=rows))
+
+
+def _with_rows(error: BudgetError, rows: Sequence[Chunked]) -> BudgetError:
+    found = BudgetError(f"{error}. The last layer and its loss: {'; '.join(map(str, rows))}")
+    found.least_bytes = error.least_bytes
+    return found
+
+
+def _peak(points: Sequence[LivePoint]) -> int:
+    return max((point.live_bytes for point in points), default=0)
+
+
+def _is_for_lowest(budget: Budget) -> bool:
+    """Whether the plan with the lowest peak is asked for, not the fastest one."""
+    return budget.least or (budget.peak is None and budget.total is None)
+
+
+def _fits_as_it_is(budget: Budget, plan: Plan) -> bool:
+    """Whether `plan`, which has no chunks, costs nothing: no time, and no rounding."""
+    return not _is_for_lowest(budget) and not _ratio(plan) > 1 + _GAIN and not _rounded_bytes(plan)
+
+
+def _ratio(plan: Plan) -> float:
+    return plan.step_ratio if plan.before_ms else 1.0
+
+
+def _rounded_bytes(plan: Plan) -> int:
+    return sum(d.saved_bytes for d in plan.decisions if d.hook.lossy)
+
+
+def _is_in_time(budget: Budget, plan: Plan, whole: Planned | None) -> bool:
+    """Casts of parameters may take their time under any budget, so the plan `whole` may take longer than it says."""
+    limit = max(budget.step_ratio, 0.0 if whole is None else _ratio(whole.plan))
+    return _ratio(plan) <= limit * (1 + _GAIN)
+
+
+def _is_better(budget: Budget, plan: Plan, other: Plan) -> bool:
+    if _is_for_lowest(budget):
+        return plan.peak_bytes < (1 - _GAIN) * other.peak_bytes
+    if abs(plan.after_ms - other.after_ms) > _GAIN * other.after_ms:
+        return plan.after_ms < other.after_ms
+    return _rounded_bytes(plan) < _rounded_bytes(other)

@@ -1,0 +1,154 @@
+"""`budget` computes the loss in chunks where that is what keeps the step under the peak, and says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from profiled import most_allocated
+from small_budgets import budget
+from steps import ATEN
+from torch import nn
+
+import aot_hooks
+from aot_hooks.errors import BudgetError, error_behind
+from aot_hooks.passes.chunk import Chunked
+from aot_hooks.planning.budget import ALLOWED
+
+WORDS, WIDTH, TOKENS = 4096, 32, 1024  # Logits of 16 MiB are the least that is worth chunks.
+
+
+class Model(nn.Module):
+    """A block, a last layer, and a loss of as many bytes as chunks are made for."""
+
+    def __init__(self, returns_logits: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.returns_logits = returns_logits
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        x = x + self.down(F.gelu(self.up(x)))
+        logits = self.head(self.norm(x))
+        loss = F.cross_entropy(logits.flatten(0, -2), ids.flatten())
+        return (loss, logits) if self.returns_logits else loss
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(WORDS, (2, TOKENS // 2), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def stock(ids: torch.Tensor) -> aot_hooks.Plan:
+    return aot_hooks.plan(Model(), ids, policy=aot_hooks.KEEP, inner="aten")
+
+
+def trained(model: nn.Module, ids: torch.Tensor, policy: Any) -> tuple[list[torch.Tensor], aot_hooks.Plan, Any]:
+    """The loss and gradients of a step, its plan, and the step."""
+    torch._dynamo.reset()
+    model.zero_grad(set_to_none=True)
+    run = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": policy})
+    loss = run(ids)
+    loss.backward()
+    (plan,) = aot_hooks.last_plans(run)
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())], plan, run
+
+
+def rows(plan: aot_hooks.Plan) -> list[Chunked]:
+    return list(plan.chunked)
+
+
+def test_a_budget_that_only_chunks_can_meet_has_chunks(
+    ids: torch.Tensor, stock: aot_hooks.Plan, tmp_path: Path
+) -> None:
+    model = Model()
+    expected = trained(model, ids, aot_hooks.KEEP)[0]
+    peak = stock.peak_bytes // 2
+    found, plan, run = trained(model, ids, budget(peak, max_error=0))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    (row,) = rows(plan)
+    assert row.done and row.holds_peak and row.count == TOKENS // row.tokens
+    assert row.logit_bytes == 4 * TOKENS * WORDS and row.chunk_bytes == row.logit_bytes // row.count
+    assert plan.peak_bytes <= peak and max(p.live_bytes for p in plan.live_before) == stock.peak_bytes
+    text = aot_hooks.format_report(plan)
+    assert f"loss in {row.count} chunks" in text and f"{row.tokens} tokens and 4.00 MiB of 16.00 MiB" in text
+    model.zero_grad(set_to_none=True)
+    measured = most_allocated(lambda: run(ids).backward(), tmp_path)
+    assert measured <= plan.peak_bytes + 2**20
+
+
+def test_without_chunk_in_allow_logits_stay_whole(ids: torch.Tensor, stock: aot_hooks.Plan) -> None:
+    policy = budget(stock.peak_bytes // 2, allow=("recompute", "lossless"))
+    with pytest.raises(BudgetError) as e:
+        aot_hooks.plan(Model(), ids, policy=policy, inner="aten")
+    assert "in chunks" not in str(e.value)
+
+
+def test_a_step_that_fits_stays_as_it_is(ids: torch.Tensor, stock: aot_hooks.Plan) -> None:
+    model = Model()
+    expected = trained(model, ids, aot_hooks.KEEP)[0]
+    found, plan, _ = trained(model, ids, budget(2 * stock.peak_bytes))
+    assert rows(plan) == [] and plan.step_ratio == 1.0
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.slow
+def test_the_lowest_peak_has_chunks_within_its_time(ids: torch.Tensor, stock: aot_hooks.Plan) -> None:
+    plan = aot_hooks.plan(Model(), ids, policy=budget(max_slowdown=0.5, max_error=0), inner="aten")
+    assert [row.done for row in rows(plan)] == [True]
+    assert plan.peak_bytes < 0.3 * stock.peak_bytes and plan.step_ratio <= 1.5
+
+
+def test_where_logits_can_not_be_in_chunks_the_error_and_the_report_say_why(ids: torch.Tensor) -> None:
+    model = Model(returns_logits=True)
+    kept = aot_hooks.plan(model, ids, policy=aot_hooks.KEEP, inner="aten")
+    (row,) = rows(kept)
+    assert row.holds_peak and not row.done and "the program returns" in row.how
+    assert "logits of 16.00 MiB hold the peak and stay whole" in aot_hooks.format_report(kept)
+    with pytest.raises(Exception, match="not in chunks, the program returns") as e:
+        aot_hooks.plan(model, ids, policy=budget(kept.peak_bytes // 2, max_error=0), inner="aten")
+    assert error_behind(e.value, BudgetError).least_bytes is not None
+
+
+def test_a_report_without_chunks_says_that_logits_hold_the_peak(stock: aot_hooks.Plan) -> None:
+    (row,) = rows(stock)
+    assert row.holds_peak and not row.done
+    assert "options={'chunk': True} does that" in aot_hooks.format_report(stock)
+
+
+def test_the_number_of_tokens_that_the_user_chose_stays(ids: torch.Tensor, stock: aot_hooks.Plan) -> None:
+    run = torch.compile(
+        Model(), backend="aot_hooks", options={**ATEN, "chunk": 128, "policy": budget(stock.peak_bytes)}
+    )
+    run(ids).backward()
+    ((row,),) = (rows(plan) for plan in aot_hooks.last_plans(run))
+    assert row.tokens == 128
+
+
+def test_a_warm_start_has_the_chunks_and_other_means_miss(
+    ids: torch.Tensor, stock: aot_hooks.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    peak, model = stock.peak_bytes // 2, Model()
+    found = []
+    with torch._functorch.config.patch(bundled_autograd_cache=True):
+        for policy in (budget(peak, max_error=0), budget(peak, max_error=0)):
+            gradients, plan, _ = trained(model, ids, policy)
+            found.append((gradients, plan, aot_hooks.cache_stats()["hits"]))
+        assert [hits for *_, hits in found] == [0, 1]
+        trained(model, ids, budget(2 * stock.peak_bytes, max_error=0))
+        without = tuple(name for name in ALLOWED if name != "chunk")
+        trained(model, ids, budget(2 * stock.peak_bytes, max_error=0, allow=without))
+        assert aot_hooks.cache_stats()["hits"] == 0
+    (made, plan, _), (loaded, stored, _) = found
+    assert rows(stored) == rows(plan) and rows(plan)[0].done
+    assert all(torch.equal(a, b) for a, b in zip(made, loaded, strict=True))
