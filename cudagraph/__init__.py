@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from .backend import cudagraph_tree, reset
 from .counters import stats
-from .errors import CudaGraphError, NotCapturableError, OptionError, StaleOutputError, UnsupportedTorchError
+from .errors import (
+    CudaGraphError,
+    NotCapturableError,
+    OptionError,
+    RanksError,
+    StaleOutputError,
+    UnsupportedTorchError,
+)
 from .explain import ExplainedPart, Explanation, explain
 from .graph.blockers import Blocker, register_host_operator
 from .options import Options
@@ -22,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Blocker", "Capture", "CudaGraphError", "ExplainedPart", "Explanation", "NotCapturableError", "OptionError",
-    "Options", "PlaceholderInfo", "Policy", "StaleOutputError", "UnsupportedTorchError", "capturing", "cudagraph_tree",
-    "explain", "mark_step_begin", "placeholder_info", "register_host_operator", "reset", "stats",
+    "Options", "PlaceholderInfo", "Policy", "RanksError", "StaleOutputError", "UnsupportedTorchError", "capturing",
+    "cudagraph_tree", "explain", "mark_step_begin", "placeholder_info", "register_host_operator", "reset", "stats",
     "whole_step",
 ]  # fmt: skip
 

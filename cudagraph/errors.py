@@ -25,5 +25,9 @@ class StaleOutputError(CudaGraphError, RuntimeError):
     """
 
 
+class RanksError(CudaGraphError, RuntimeError):
+    """Processes that run a step together could not agree how: one of them is gone, or takes fewer steps."""
+
+
 class UnsupportedTorchError(CudaGraphError, RuntimeError):
     """This torch lacks a symbol that the package needs."""

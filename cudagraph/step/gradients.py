@@ -12,7 +12,7 @@ To find out whether the step reads a gradient, a tensor that no operator can use
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter, is_
 
 import torch
@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture
-from ..tree.liveness import Slot, Watch, layout_of
+from ..tree.liveness import Slot, Watch, layout_of, tensor_on
 
 gradient = attrgetter("grad")
 
@@ -38,10 +38,18 @@ LastGradients = dict[int, tuple[weakref.ref[torch.Tensor], "list[torch.Tensor]",
 class Gradients:
     """The gradients of `parameters`. Made before a capture; call `finish` after it, also if it failed."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], last: LastGradients, *, reads: bool) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        last: LastGradients,
+        *,
+        reads: bool,
+        in_buckets: Collection[torch.Tensor] = (),
+    ) -> None:
         """`last` is one dict for all recordings of the step. If `reads` is False and the step reads a gradient, the
-        capture raises `ReadsGradients`."""
-        self._parameters = parameters
+        capture raises `ReadsGradients`. Gradients of parameters `in_buckets` are views of memory that others own, and
+        overwrite in each step."""
+        self._parameters, self._in_buckets = parameters, {*map(id, in_buckets)}
         self._before = [x.grad for x in parameters]
         self._wires = [x if x is None or reads else torch_cuda.tripwire(x, ReadsGradients) for x in self._before]
         for x, wire in zip(parameters, self._wires, strict=True):
@@ -86,11 +94,14 @@ class Gradients:
             if new.requires_grad:
                 raise CannotCapture("makes gradients that require gradients (create_graph=True)")
             storage = new.untyped_storage()
+            self._made.append((x, len(self._templates)))
+            if id(x) in self._in_buckets:
+                self._templates.append(tensor_on(storage, layout_of(new)))
+                continue
             identity = torch_cuda.identity(storage)
             if identity not in self.slots:
                 self.slots[identity] = Slot(storage, "a gradient", copies=False)
             self.slots[identity].add_template(self._templates, layout_of(new))
-            self._made.append((x, len(self._templates) - 1))
 
     def finish(self) -> None:
         """Put back the gradients from before the capture, and watch the memory of new ones."""

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import counters
 from ..torch_private import cuda as torch_cuda
+from ..torch_private.distributed import reason_against_replica, replicas_in
 from ..tree.capture import CannotCapture, Capture, Owner, under_way
 from ..tree.dispatch import as_they_are
 from ..tree.node import Cursor
@@ -33,7 +34,7 @@ from .randomness import HostRandom
 from .users_code import asks_for_types
 from .watch import OperatorWatch
 
-PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
+PARALLEL = {"FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 
 
 def settings() -> tuple[Any, ...]:
@@ -101,6 +102,7 @@ class StepRecording:
     def __post_init__(self) -> None:
         self.launch = self.cursor.driver.launcher(self.graph)
         self.replays = 0
+        self.number = -1  # among the recordings that ranks have made together
         self._addresses = [x.data_ptr() for x in self.tensors]
         self._indices = list(range(len(self.tensors)))
         self._guard, self._global_guard = torch_cuda.tensor_guard(self.tensors), torch_cuda.global_guard()
@@ -173,6 +175,9 @@ def parallel(host: HostState) -> str | None:
         names = {cls.__name__ for cls in type(value).__mro__} & PARALLEL
         if names:
             return f"the model is a {names.pop()}, and what processes send each other is not captured"
+    for replica in replicas_in(host.objects()):
+        if reason := reason_against_replica(replica):
+            return f"its DistributedDataParallel can't be captured: {reason}"
     return None
 
 
@@ -251,11 +256,13 @@ def record(
     numbers = Numbers(places_of(host, number_paths, in_optimizers_only=in_optimizers_only), device)
     outputs = Outputs(host.outputs)
     owner, graph = Owner(), None
-    gradients = Gradients(parameters_of(host), last_gradients, reads=reads_gradients)
+    replicas = replicas_in(host.objects())
+    in_buckets = [x for model in replicas if model.gradient_as_bucket_view for x in model.parameters()]
+    gradients = Gradients(parameters_of(host), last_gradients, reads=reads_gradients, in_buckets=in_buckets)
     try:
         inputs = Inputs(pool, flat, device)
         known = [*tensors, *gradients.before, *numbers.tensors]
-        watch = OperatorWatch(device, inputs.by_storage(), known)
+        watch = OperatorWatch(device, inputs.by_storage(), known, has_reducers=bool(replicas))
         rates_read: list[str] = []
 
         def captured() -> Any:

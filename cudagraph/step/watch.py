@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import sys
 import traceback
 from collections.abc import Iterable, Mapping
 from types import TracebackType
@@ -27,10 +28,15 @@ from .numbers import settled
 from .users_code import OUR_OWN, is_users
 
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+ON_THE_HOST = ("::barrier", "::monitored_barrier_", "::send", "::recv_", "::recv_any_source_")
 INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index")
 # Without dropout, attention returns its unused seed and offset on the CPU.
 ATTENTION = (
     "aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention",
+)  # fmt: skip
+_TORCH = os.path.dirname(torch.__file__)
+DISPATCHING = (  # files between an operator and a dispatch mode that is called for it
+    __file__, torch_cuda.__file__, os.path.join(_TORCH, "_compile.py"), os.path.join(_TORCH, "_dynamo", ""),
 )  # fmt: skip
 FRESH = "aten::lift_fresh"  # the first operator that is seen of what `torch.tensor` makes
 UNKNOWN = (
@@ -46,13 +52,17 @@ class OperatorWatch:
     Args:
         inputs: positions of the arguments, by the identity of storages.
         known: tensors from before the capture whose addresses are compared before each replay.
+        has_reducers: whether models of `DistributedDataParallel` are in the step, which copy gradients to buckets.
     """
 
-    def __init__(self, device: torch.device, inputs: Mapping[int, int], known: Iterable[torch.Tensor]) -> None:
-        self.device, self.inputs = device, inputs
+    def __init__(
+        self, device: torch.device, inputs: Mapping[int, int], known: Iterable[torch.Tensor], *, has_reducers: bool
+    ) -> None:
+        self.device, self.inputs, self.has_reducers = device, inputs, has_reducers
         # Identities of storages, None for tensors that have none. Those of results are added.
         self.known: set[int | None] = {None, *inputs, *map(torch_cuda.storage_key, known)}
         self.written: set[int | None] = set()  # identities of storages
+        self.buckets: dict[int, torch.UntypedStorage] = {}  # those of reducers on the device
         self.made: dict[int, torch.UntypedStorage] = {}  # those that the step made on the CPU
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -80,8 +90,8 @@ class OperatorWatch:
 
     def _reason_against(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> str | None:
         name = name_of(func)
-        if func.namespace in COLLECTIVES:
-            return "talks to other processes"
+        if self.has_reducers:
+            self._know_reducers(tensors)
         others = [x for x in tensors if x.device != self.device and not x.is_meta]
         for x in others:
             if x.device != CPU:
@@ -107,11 +117,38 @@ class OperatorWatch:
                 return SIZE
         elif not on_host and torch.Tag.dynamic_output_shape in func.tags:
             return SIZE
-        for x in tensors_in(torch_cuda.written_arguments(func, args, kwargs)):
+        if func.namespace in COLLECTIVES and name.endswith(ON_THE_HOST):
+            return "waits for other processes on the host, or talks to one of them alone"
+        for x in tensors_in(written_by_collective(func, args) or torch_cuda.written_arguments(func, args, kwargs)):
             self.written.add(torch_cuda.storage_key(x))
             if (number := self.inputs.get(torch_cuda.storage_key(x) or 0)) is not None:
                 return f"writes to input {number}, which is the caller's own memory"
         return None
+
+    def _know_reducers(self, tensors: list[torch.Tensor]) -> None:
+        """Know the buckets of reducers, and their notes on the CPU: what hooks in C++ use that is not known yet."""
+        unknown = [x for x in tensors if torch_cuda.storage_key(x) not in self.known | self.made.keys()]
+        if unknown and called_by_autograd():
+            for x in unknown:
+                storage = x.untyped_storage()
+                (self.buckets if x.device == self.device else self.made)[torch_cuda.identity(storage)] = storage
+            self.known |= self.buckets.keys()
+
+
+def called_by_autograd() -> bool:
+    """Whether the operator that is dispatched was called by autograd or its hooks, and by no Python code."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(DISPATCHING):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_filename == torch.autograd.graph.__file__
+
+
+def written_by_collective(func: Any, args: Any) -> list[Any]:
+    """The tensors that an operator of c10d writes to, which its schema does not say. Its outputs come first."""
+    if func.namespace != "c10d":
+        return []
+    names = [each.name for each in func._schema.arguments]
+    return [x for name, x in zip(names, args, strict=False) if not name.startswith("input")]
 
 
 def _is_attention(func: Any) -> bool:

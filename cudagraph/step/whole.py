@@ -11,6 +11,7 @@ A replay never guesses: where a value differs from a recording's snapshot, that 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -18,8 +19,8 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,6 +30,7 @@ from ..errors import NotCapturableError, OptionError
 from ..options import Options
 from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
+from ..torch_private.distributed import forget_backward, is_timed, make_reducer_anew, replicas_in, sequence_numbers
 from ..tree.dispatch import as_they_are, run_as_they_are
 from ..tree.driver import CaptureDriver, cuda_driver
 from ..tree.node import Cursor
@@ -38,6 +40,7 @@ from .host import CannotCompare, HostState
 from .inputs import arguments_of, changing_number, flat_arguments, key_of, objects_in, reason_against
 from .model_step import ModelStep
 from .outputs import ChangesValue
+from .ranks import MOST_RECORDINGS, Ranks
 from .recording import StepRecording, Unforeseen, make_capturable, parallel, parameters_of, record
 from .watch import users_line
 
@@ -49,7 +52,58 @@ MOST_FAILED_CAPTURES = 3  # in a row, by errors that may not come again, such as
 MOST_UNSTABLE_CALLS = 4  # in a row, each with other host values than the one before
 CAPTURABLE_WARNING = "This instance was constructed with capturable=True"
 
+
+class Replay(NamedTuple):
+    """A way to run a call: replay this recording."""
+
+    recording: StepRecording
+
+
+class Record(NamedTuple):
+    """Record the step, with the host values of this snapshot."""
+
+    host: HostState
+
+
+class WarmUp(NamedTuple):
+    """Run it uncaptured, so that it can be recorded later: `done` such calls have warmed up then."""
+
+    done: int
+
+
+class AsItIs(NamedTuple):
+    """Run it uncaptured, for a reason that is logged, or without one."""
+
+    reason: str = ""
+
+
+class Refuse(NamedTuple):
+    """Run it uncaptured, now and ever after."""
+
+    reason: str
+    on_all_ranks: bool = False
+
+
+class FailedCapture(NamedTuple):
+    """A capture that left no trace.
+
+    Attributes:
+        again: whether another one is to follow at once, which allows for what this one has found.
+        may_succeed: whether another one may succeed after a warm-up.
+        changed_by_step: the path of a host value that the step itself changes, if that is why.
+        read_numbers: whether it had numbers that are read on the device.
+    """
+
+    reason: str
+    again: bool = False
+    may_succeed: bool = False
+    changed_by_step: tuple[str, ...] = ()
+    read_numbers: bool = False
+
+
+Way = Replay | Record | WarmUp | AsItIs | Refuse
 every_step: weakref.WeakSet[WholeStep] = weakref.WeakSet()
+on_streams_of_captures: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas, by the stream of their reducers
 
 
 class WholeStep:
@@ -74,6 +128,9 @@ class WholeStep:
         self.driver: CaptureDriver = cuda_driver()
         self.name = self._attribute = getattr(run, "__name__", "step")
         self.cursor: Cursor | None = None
+        self.talks_in: list[Any] = []  # groups of processes in which the step was seen to run collectives
+        self.ranks: Ranks | None = None  # those processes, from the call after that on
+        self.old_reducers_of: list[Any] = []  # models whose reducers are made anew before the next call
         self._lock = threading.RLock()
         self._logged: set[str] = set()
         self._begin()
@@ -82,6 +139,7 @@ class WholeStep:
 
     def _begin(self) -> None:
         self.refused = ""  # why it runs without a graph from now on; "" as long as it may have one
+        self.all_refused = False  # whether all ranks know of it, so that they need no agreement any more
         self.update_refused = ""  # why the update of the parameters runs outside of the graph; "" if it is inside
         self.latest: StepRecording | None = None
         self.recordings: dict[tuple[Any, ...], list[StepRecording]] = {}
@@ -98,10 +156,15 @@ class WholeStep:
         self._left: list[tuple[Any, StorageWeakRef, int]] = []
         self._last_gradients: LastGradients = {}
 
-    def reset(self) -> None:
-        """Free all recordings and their memory; later calls warm up and record again."""
+    def _drop_recordings(self) -> None:
         for recording in self._every_recording():
             recording.close()
+        self.latest, self.recordings = None, {}
+        self.warm.clear()
+
+    def reset(self) -> None:
+        """Free all recordings and their memory; later calls warm up and record again."""
+        self._drop_recordings()
         if self._pool is not None:
             self._pool.release()
         self._begin()
@@ -138,82 +201,133 @@ class WholeStep:
             if run_as_they_are():  # a part of a step around it
                 return self._as_it_is(flat, spec)
             key = key_of(flat, spec)
-            if self.latest is not None and self.latest.applies(key, flat):
+            if self.ranks is None and self.latest is not None and self.latest.applies(key, flat):
                 return self.latest.replay(flat)
-            if self.refused:
-                return self._skip(self.refused, flat, spec)
-            if torch_cuda.dispatch_modes() or (self.cursor is not None and self.driver.is_capturing()):
-                return self._as_it_is(flat, spec)
-            try:
-                return self._find_or_record(key, flat, spec)
-            except CannotCompare as error:
-                return self._refuse(str(error), flat, spec)
+            if self.talks_in and self.ranks is None:
+                self.ranks = Ranks(self.talks_in, self.name)
+            if self.old_reducers_of:
+                self._make_reducers_anew()
+            way = self._way(key, flat)
+            return self._follow(way if self.ranks is None else self._common_way(way, key, flat), key, flat, spec)
 
-    # --- without a recording that applies
+    def _follow(self, way: Way, key: tuple[Any, ...], flat: Sequence[Any], spec: Any) -> Any:
+        if isinstance(way, Replay):
+            self.latest = way.recording
+            return self.latest.replay(flat)
+        if isinstance(way, Record):
+            return self._record(key, flat, spec, way.host)
+        if isinstance(way, WarmUp):
+            return self._warm_up_for(way, key, flat, spec)
+        if isinstance(way, Refuse):
+            return self._refuse(way.reason, flat, spec, on_all_ranks=way.on_all_ranks)
+        return self._skip(way.reason, flat, spec) if way.reason else self._as_it_is(flat, spec)
 
-    def _find_or_record(self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any) -> Any:
+    def _common_way(self, way: Way, key: tuple[Any, ...], flat: Sequence[Any]) -> Way:
+        """The way that all ranks go, which know each other's ways now. See ranks.py."""
+        assert self.ranks is not None
+        refused = way.reason if isinstance(way, Refuse) else self.refused
+        can_run = isinstance(way, (Replay, Record)) and self.ranks.recordings < MOST_RECORDINGS
+        by_number = self._applying(way, key, flat)
+        shared, all_could_record, is_refused = self.ranks.shared(
+            by_number, could_record=can_run, is_refused=bool(refused)
+        )
+        if is_refused:
+            rank, reason = self.ranks.first(refused or None)
+            return Refuse(reason if refused else f"on rank {rank}, {reason}", on_all_ranks=True)
+        host = way.host if isinstance(way, Record) else None
+        if all_could_record and not shared:  # look once more, at what takes a snapshot of the host values
+            host = host or self._host()
+            by_number = self._applying(way, key, flat, host)
+            shared, _, _ = self.ranks.shared(by_number, could_record=True, is_refused=False)
+        if shared:
+            return Replay(by_number[shared[0]])
+        if host is not None and all_could_record:
+            return Record(host)
+        return AsItIs() if isinstance(way, (Replay, Record)) else way
+
+    def _applying(
+        self, way: Way, key: tuple[Any, ...], flat: Sequence[Any], host: HostState | None = None
+    ) -> dict[int, StepRecording]:
+        """The recordings that could be replayed, by their numbers among the ranks."""
+        known = self.recordings.get(key, ()) if isinstance(way, (Replay, Record)) else ()
+        chosen = way.recording if isinstance(way, Replay) else None
+        return {one.number: one for one in known if one is chosen or one.applies(key, flat, host)}
+
+    def _way(self, key: tuple[Any, ...], flat: Sequence[Any]) -> Way:
+        """How the call is to run. Nothing of it has run yet."""
+        if self.latest is not None and self.latest.applies(key, flat):
+            return Replay(self.latest)
+        if self.refused:
+            return AsItIs(self.refused)
+        if torch_cuda.dispatch_modes() or (self.cursor is not None and self.driver.is_capturing()):
+            return AsItIs()
+        try:
+            return self._find(key, flat)
+        except CannotCompare as error:
+            return Refuse(str(error))
+
+    def _find(self, key: tuple[Any, ...], flat: Sequence[Any]) -> Way:
         reason = reason_against(flat) if torch.is_grad_enabled() else "gradients are turned off around it"
         if reason is not None:
-            return self._skip(reason, flat, spec)
+            return AsItIs(reason)
         for recording in self.recordings.get(key, ()):
             if recording.applies(key, flat):
-                self.latest = recording
-                return recording.replay(flat)
+                return Replay(recording)
             if key == recording.key and (aliased := recording.aliased(flat)) is not None:
-                return self._skip(f"input {aliased} is in memory that the step writes to; give it a copy", flat, spec)
+                return AsItIs(f"input {aliased} is in memory that the step writes to; give it a copy")
         if key not in self.warm and len(self.warm) >= self.options.size_limit:
             reason = f"it was called with {len(self.warm)} shapes (options['size_limit'])"
             number = changing_number(key, self.warm)
             if number is None:
-                return self._skip(reason, flat, spec)
+                return AsItIs(reason)
             reason = f"{number} in each call, and a recording is for one number; give it as a tensor"
             never_again = not any(self.recordings.values())
-            return self._refuse(reason, flat, spec) if never_again else self._skip(reason, flat, spec)
+            return Refuse(reason) if never_again else AsItIs(reason)
         is_new = self._remember(objects_in(flat))
         host = self._host()
         if (self.cursor is None or is_new) and (reason := parallel(host)) is not None:
-            return self._refuse(reason, flat, spec)
+            return Refuse(reason)
         if self.cursor is None:
             devices = dict.fromkeys(x.device for x in host.tensors.values() if x.device.type == self.driver.device_type)
             where = ", ".join(map(str, devices)) or "the CPU"
             reason = f"its tensors are on {where}, not on one CUDA device" if len(devices) != 1 else None
             if (reason := reason or self.driver.why_not()) is not None:
-                return self._refuse(reason, flat, spec)
+                return Refuse(reason)
             self.cursor = Cursor(self.driver, next(iter(devices)))
         self.cursor.follow_stream()
+        self.old_reducers_of = [x for x in replicas_in(host.objects()) if x not in on_streams_of_captures]
         if make_capturable(host, self.cursor.device):
             host = self._host()
         gone = self._close_stale_recordings(host)
         if gone and self.unstable_calls >= MOST_UNSTABLE_CALLS:
-            return self._refuse(f"{gone} is another tensor in each call", flat, spec)
+            return Refuse(f"{gone} is another tensor in each call")
         self.unstable_calls += bool(gone)
         known = self.recordings.get(key, [])
         for recording in known:
             if recording.applies(key, flat, host):
-                self.latest = recording
-                return recording.replay(flat)
+                return Replay(recording)
         if self.update is not None and any(x.grad is not None for x in parameters_of(host)):
-            return self._skip("a parameter has a gradient already, to which the step adds", flat, spec)
+            return AsItIs("a parameter has a gradient already, to which the step adds")
         condition = known[-1].numbers.broken_condition() if known else None
         once = [one.replays <= 1 for one in known[-MOST_UNSTABLE_CALLS:]]
         if condition is not None and len(once) == MOST_UNSTABLE_CALLS and all(once):
             if self._leave_update_out(str(condition), (condition.name,)):
-                return self._find_or_record(key, flat, spec)
+                return self._find(key, flat)
         if len(known) > self.options.rerecord_limit:
             changed = known[-1].host.differences(host) or ({} if condition is None else {condition.name: ""})
             what = next((f"{path}: {how}" for path, how in changed.items()), "its tensors moved")
             what = what if condition is None else str(condition)
             if changed and self._leave_update_out(what, changed):
-                return self._find_or_record(key, flat, spec)
-            return self._skip(f"it was recorded {len(known)} times, last because {what}", flat, spec)
+                return self._find(key, flat)
+            return AsItIs(f"it was recorded {len(known)} times, last because {what}")
         warm, count = self.warm.get(key, (host, 0))
         changed = warm.differences(host)
         if changed and changed.keys() <= host.places.keys() and not self.numbers_refused:
             self.numbers, changed = self.numbers | changed.keys(), {}
         if changed.keys() <= self.outputs:  # None now, in the place of what the step stores there
             changed = {}
-        if not changed and count >= self.options.warmup_steps:
-            return self._record(key, flat, spec, host)
+        if not changed and count >= self.options.warmup_steps and not any(map(is_timed, replicas_in(host.objects()))):
+            return Record(host)
         if changed:
             path = min(changed, key=lambda path: path in host.places)  # what is no number, if anything
             what = f"{path} changes between calls: {changed[path]}"
@@ -221,11 +335,14 @@ class WholeStep:
             self.unstable_calls += 1
             if self.unstable_calls > MOST_UNSTABLE_CALLS:
                 if self._leave_update_out(what, changed):
-                    return self._find_or_record(key, flat, spec)
-                return self._refuse(what, flat, spec)
+                    return self._find(key, flat)
+                return Refuse(what)
+        return WarmUp(1 if changed else count + 1)
+
+    def _warm_up_for(self, way: WarmUp, key: tuple[Any, ...], flat: Sequence[Any], spec: Any) -> Any:
         result = self._warm_up(flat, spec)
         try:
-            self.warm[key] = self._host(), 1 if changed else count + 1
+            self.warm[key] = self._host(), way.done
         except CannotCompare as error:  # the next call says so; this one has run
             self.reset()
             self.refused = str(error)
@@ -277,6 +394,40 @@ class WholeStep:
     def _record(self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any, host: HostState) -> Any:
         """Record the step and replay the recording. If the capture fails, run the step uncaptured this time. From then
         on less of it is captured, unless another attempt may succeed."""
+        while True:
+            made = self._capture(key, flat, spec, host)
+            if self.ranks is not None:
+                made = self._common_outcome(made, host)
+            if isinstance(made, StepRecording):
+                return self._keep(made, key).replay(flat)
+            self.old_reducers_of = replicas_in(host.objects())
+            for model in self.old_reducers_of:
+                forget_backward(model)
+            if not made.again:
+                break
+            if self.old_reducers_of:
+                return self._as_it_is(flat, spec)
+            host = self._host()
+        reason, changed_by_step = made.reason, made.changed_by_step
+        self.failed_captures += 1
+        if made.may_succeed and self.failed_captures < MOST_FAILED_CAPTURES:
+            log.info("%s is captured another time: %s", self.name, reason)
+            return self._warm_up(flat, spec)
+        # A step changes such a value with the update outside and with rates as numbers as well.
+        if any(not path.startswith((*host.optimizers, "optimizer")) for path in changed_by_step):
+            return self._refuse(reason, flat, spec, on_all_ranks=self.ranks is not None)
+        if made.read_numbers:
+            self.numbers_refused = True
+            log.info("%s is recorded for each of its numbers: %s", self.name, reason)
+            return self._warm_up(flat, spec)
+        if self._leave_update_out(reason):
+            return self._follow(self._find(key, flat), key, flat, spec)
+        return self._refuse(reason, flat, spec, on_all_ranks=self.ranks is not None)
+
+    def _capture(
+        self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any, host: HostState
+    ) -> StepRecording | FailedCapture:
+        """Record the step, without a replay."""
         assert self.cursor is not None
         pool = self._opened_pool()
         self._left = [entry for entry in self._left if not entry[1].expired()]
@@ -304,50 +455,70 @@ class WholeStep:
                 reads_gradients=self.reads_gradients,
                 calls_compiled=self.calls_compiled,
             )
+            now = None if recording.applies(key, flat) else self._host()
+            if now is None or recording.applies(key, flat, now):
+                return recording
+            changed = ", ".join(f"{path}: {text}" for path, text in host.differences(now).items())
+            changed = changed or "torch's settings, or somebody holds its gradients (return clones of them)"
+            recording.close()
+            return FailedCapture(
+                f"what it reads changed while it was captured: {changed[:500]}", read_numbers=bool(numbers)
+            )
         except AssertionError:  # a bug, which is not to be hidden
             raise
         except Exception as error:
             failure = Failure(error, self.driver)
             line = "" if failure.is_ours else users_line(error.__traceback__)
-            reason, is_final = f"{failure.reason} ({line})" if line else failure.reason, failure.is_final
-            wants_warmup, wants_gradients = failure.needs_warmup, isinstance(error, ReadsGradients)
-            unforeseen = error if isinstance(error, Unforeseen) else None
-            changed_by_step = (error.path,) if isinstance(error, ChangesValue) else ()
-        else:
-            counters.add("recordings")
-            counters.add("rerecordings", bool(self.recordings.get(key)))
-            self.recordings.setdefault(key, []).append(recording)
-            self._watch_later_gradients()
-            self.warm[key] = host, self.options.warmup_steps
-            self.unstable_calls = self.failed_captures = 0
-            now = None if recording.applies(key, flat) else self._host()
-            if now is None or recording.applies(key, flat, now):
-                self.latest = recording
-                return recording.replay(flat)
-            changed = ", ".join(f"{path}: {text}" for path, text in host.differences(now).items())
-            changed = changed or "torch's settings, or somebody holds its gradients (return clones of them)"
-            reason, is_final = f"what it reads changed while it was captured: {changed[:500]}", True
-            wants_warmup, wants_gradients, changed_by_step, unforeseen = False, False, (), None
+            wants_gradients = isinstance(error, ReadsGradients)
+            found = error if isinstance(error, Unforeseen) else None
+            made = FailedCapture(
+                f"{failure.reason} ({line})" if line else failure.reason,
+                may_succeed=failure.needs_warmup or not failure.is_final,
+                changed_by_step=(error.path,) if isinstance(error, ChangesValue) else (),
+                read_numbers=bool(numbers),
+            )
         pool.broken = pool.broken or not pool.live_blocks_are(blocks)
-        if wants_gradients:
-            self.reads_gradients = True
-            return self._record(key, flat, spec, host)
-        if unforeseen is not None and self._allow_for(unforeseen):
-            return self._record(key, flat, spec, self._host())
-        self.failed_captures += 1
-        if (wants_warmup or not is_final) and self.failed_captures < MOST_FAILED_CAPTURES:
-            log.info("%s is captured another time: %s", self.name, reason)
-            return self._warm_up(flat, spec)
-        # A step changes such a value with the update outside and with rates as numbers as well.
-        if any(not path.startswith((*host.optimizers, "optimizer")) for path in changed_by_step):
-            return self._refuse(reason, flat, spec)
-        if numbers:
-            self.numbers_refused = True
-            log.info("%s is recorded for each of its numbers: %s", self.name, reason)
-            return self._warm_up(flat, spec)
-        if self._leave_update_out(reason):
-            return self._find_or_record(key, flat, spec)
-        return self._refuse(reason, flat, spec)
+        self.reads_gradients |= wants_gradients
+        return made._replace(again=wants_gradients or (found is not None and self._allow_for(found)))
+
+    def _common_outcome(self, made: StepRecording | FailedCapture, host: HostState) -> StepRecording | FailedCapture:
+        """What has become of a capture on all ranks: a recording, if all have one; or the failure of the first."""
+        assert self.ranks is not None
+        failure = made if isinstance(made, FailedCapture) else None
+        is_lost = self.ranks.highest(0 if failure is None else 1 if failure.again else 2)
+        if not is_lost:
+            assert isinstance(made, StepRecording)
+            made.number, self.ranks.recordings = self.ranks.recordings, self.ranks.recordings + 1
+            return made
+        if isinstance(made, StepRecording):
+            made.close()
+        if is_lost == 1:
+            return FailedCapture("", again=True)
+        rank, first = self.ranks.first(None if failure is None or failure.again else tuple(failure))
+        common = FailedCapture(*first)
+        return common if failure is not None else common._replace(reason=f"on rank {rank}, {common.reason}")
+
+    def _make_reducers_anew(self) -> None:
+        """Give models reducers that can be captured. Recordings write to the old buckets, so those of all steps go."""
+        replicas, self.old_reducers_of = self.old_reducers_of, []
+        for step in every_step:
+            every = (*(one.host for one in step._every_recording()), *(host for host, _ in step.warm.values()))
+            if step is self or any(model in host.objects() for host in every for model in replicas):
+                step._drop_recordings()
+        for model in replicas:
+            with self._opened_pool().on_side_stream():
+                make_reducer_anew(model)
+            on_streams_of_captures.add(model)
+
+    def _keep(self, recording: StepRecording, key: tuple[Any, ...]) -> StepRecording:
+        counters.add("recordings")
+        counters.add("rerecordings", bool(self.recordings.get(key)))
+        self.recordings.setdefault(key, []).append(recording)
+        self._watch_later_gradients()
+        self.warm[key] = recording.host, self.options.warmup_steps
+        self.unstable_calls = self.failed_captures = 0
+        self.latest = recording
+        return recording
 
     def _allow_for(self, found: Unforeseen) -> bool:
         """Allow for what a step stores from now on. False if nothing is new, or numbers can't be read on the device."""
@@ -382,9 +553,11 @@ class WholeStep:
         counters.add("skips")
         return self._as_it_is(flat, spec)
 
-    def _refuse(self, reason: str, flat: Sequence[Any], spec: Any) -> Any:
+    def _refuse(self, reason: str, flat: Sequence[Any], spec: Any, *, on_all_ranks: bool = False) -> Any:
         self.reset()
         self.refused = reason
+        if on_all_ranks:
+            self.ranks, self.talks_in, self.all_refused = None, [], True
         return self._skip(reason, flat, spec)
 
     # --- running the step
@@ -413,9 +586,18 @@ class WholeStep:
             self.update()
         return result
 
+    @contextlib.contextmanager
+    def _noting_collectives(self) -> Iterator[None]:
+        """Whatever runs here uncaptured: find out whether it talks to other processes."""
+        before = {} if self.ranks is not None or self.all_refused else sequence_numbers()
+        yield
+        if before:
+            self.talks_in = [group for group, count in sequence_numbers().items() if before.get(group) != count]
+
     def _as_it_is(self, flat: Sequence[Any], spec: Any) -> Any:
-        args, kwargs = self._arguments(flat, spec)
-        return _copied(self._all(*args, **kwargs))
+        with self._noting_collectives():
+            args, kwargs = self._arguments(flat, spec)
+            return _copied(self._all(*args, **kwargs))
 
     def _warm_up(self, flat: Sequence[Any], spec: Any) -> Any:
         """Run the step uncaptured, on the stream of captures, so that a capture can have the memory that it frees. The
@@ -425,7 +607,8 @@ class WholeStep:
         def note_compiled() -> None:
             self.calls_compiled = True
 
-        with as_they_are(), compilers.noting_compiled_calls(note_compiled), warnings.catch_warnings():
+        note = compilers.noting_compiled_calls(note_compiled)
+        with as_they_are(), note, self._noting_collectives(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=CAPTURABLE_WARNING)
             with self._opened_pool().on_side_stream():
                 args, kwargs = self._arguments(flat, spec)

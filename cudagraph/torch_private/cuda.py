@@ -50,7 +50,8 @@ SYMBOLS: dict[str | Needed, str] = {
     "._cuda_clearCublasWorkspaces",
     Needed("replaying", cuda=True): "torch._C._CUDAGraph.replay",
     Needed("PYTORCH_NO_CUDA_MEMORY_CACHING", ("2.15.0",), cuda=True): "torch._C._cuda_cudaCachingAllocator_is_enabled",
-    "watching the operators of a step": "torch.utils._python_dispatch.TorchDispatchMode",
+    "watching the operators of a step": "torch.utils._python_dispatch.TorchDispatchMode "
+    ".is_traceable_wrapper_subclass_type",
     "telling whether a step reads gradients": "torch.Tensor._make_wrapper_subclass",
     "what a step is called with": "torch.utils._pytree.tree_flatten .tree_unflatten",
     "telling what changed between two steps": "torch._C._dynamo.guards.GlobalStateGuard .TensorGuards "
@@ -202,11 +203,17 @@ def update_scaler(scaler: torch.amp.GradScaler) -> None:
     scaler._per_optimizer_states = states
 
 
+# Whether a class of tensors has its data in other tensors, as a `DTensor` has.
+wraps_tensors: Callable[[type], bool] = late(need, "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type")
+
+
 def dispatching(run: Callable[[Any, Any, Any], Any]) -> Any:
     """A context in which `run(func, args, kwargs)` runs each operator."""
 
     class Mode(need("torch.utils._python_dispatch.TorchDispatchMode")):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(map(wraps_tensors, types)):
+                return NotImplemented  # it calls operators on the tensors inside, which come here again
             return run(func, args, kwargs or {})
 
     return Mode()

@@ -11,7 +11,6 @@ import weakref
 import pytest
 import torch
 from failing_captures import FailingDriver, Fault
-from ranks import group_of_one
 from torch import nn
 from torch.nn import functional as F
 from whole_steps import OPTIMIZERS, Net, adamw, assert_equal, batches, eager_step, pair, run, steps
@@ -272,24 +271,6 @@ class TestExceptions:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 other.backward()
             ours.zero_grad()
-
-
-@pytest.mark.parametrize("name", ["DistributedDataParallel", "FSDPModule"])
-def test_models_of_several_processes_run_as_they_are(device, name):
-    with group_of_one(device.type):
-        ours, eager = nn.Linear(4, 2).to(device), nn.Linear(4, 2).to(device)
-        eager.load_state_dict(ours.state_dict())
-        if name == "FSDPModule":
-            from torch.distributed.fsdp import fully_shard
-
-            model = fully_shard(ours, mesh=torch.distributed.device_mesh.init_device_mesh(device.type, (1,)))
-        else:
-            model = nn.parallel.DistributedDataParallel(ours)
-        step = cudagraph.whole_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
-        expected = eager_step(eager, F.mse_loss, torch.optim.SGD(eager.parameters(), lr=0.1))
-        for x, y in batches(device, 4):
-            torch.testing.assert_close(step(x, y), expected(x, y))
-        assert step.refused == f"the model is a {name}, and what processes send each other is not captured"
 
 
 def test_results_are_memory_of_their_own(device):

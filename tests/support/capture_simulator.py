@@ -12,13 +12,16 @@ blocks are allocated, memory that is read after it was freed (it is all ones: Na
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_map_only
 
 from cudagraph.torch_private import cuda as torch_cuda
@@ -37,6 +40,8 @@ UNCAPTURABLE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonze
 host_operators: dict[Any, Callable[..., Any]] = {}  # run on the host during the capture; what they call is recorded
 FACTORIES = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
 REBINDING = {torch.ops.aten.set_data.default}
+WAITS = (torch.ops._c10d_functional.wait_tensor.default,)
+_kept: list[Any] = []  # groups of processes
 
 
 class CaptureError(RuntimeError):
@@ -238,6 +243,14 @@ class _Capturing(TorchDispatchMode):
         if func in host_operators:
             with self:
                 return host_operators[func](*args, **kwargs)
+        if any(is_traceable_wrapper_subclass_type(cls) for cls in types):
+            return NotImplemented  # it calls operators on the tensors inside, which come here again
+        if func.namespace == "c10d":
+            return self.collective(func, args, kwargs)
+        if func is torch.ops._c10d_functional._wrap_tensor_autograd.default:
+            return func(*args, **kwargs)
+        if func in WAITS:
+            return args[0]  # a replay waits for each collective where it stands
         if func in UNCAPTURABLE:
             raise CaptureError(f"{func} is not permitted when stream is capturing")
         arena.poll()
@@ -285,6 +298,8 @@ class _Capturing(TorchDispatchMode):
 
         def step() -> None:
             values = func(*raw_args, **raw_kwargs)
+            if func.namespace == "_c10d_functional":
+                values = tree_map_only(torch.Tensor, WAITS[0], values)
             for target, value in zip(_leaves(raw_out), _leaves(values), strict=True):
                 # Some kernels return less than they do on a meta tensor: what nobody asked for stays garbage.
                 if isinstance(target, torch.Tensor) and value is not None and (value.numel() or not target.numel()):
@@ -292,6 +307,47 @@ class _Capturing(TorchDispatchMode):
 
         arena.note(step)
         return out
+
+    def collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Record an exchange with other processes. Nothing is sent: what is waited for is an exchange with oneself."""
+        arena = self.arena
+        raw_args, raw_kwargs = tree_map_only(torch.Tensor, lambda x: raw(x, arena), (args, kwargs))
+
+        def step() -> None:
+            returned = func(*raw_args, **raw_kwargs)
+            (returned[-1] if isinstance(returned, tuple) else returned).wait()
+
+        arena.launches += 1
+        arena.note(step)
+        # DDP takes its gradients from the work's result.
+        own = args[0] if func is torch.ops.c10d.allreduce_.default else [torch.zeros(1)]
+        _, work = torch.ops.c10d.allreduce_(own, *_of_one_rank(), None)
+        work.wait()  # so that what follows it runs in this thread, and is recorded
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+class _Noting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _of_one_rank() -> tuple[Any, Any]:
+    """A group of this process alone, which no other group knows, and a sum, as `c10d.allreduce_` takes them."""
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, datetime.timedelta(seconds=10))
+    group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    _kept.append(group)
+    with _Noting() as noting:
+        group.allreduce([torch.zeros(1)]).wait()
+    (_, args), *_ = [call for call in noting.calls if call[0] is torch.ops.c10d.allreduce_.default]
+    return args[1], args[2]
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -1,0 +1,115 @@
+"""Processes that talk to each other in a step: they agree how each call runs, before anything of it runs.
+
+    each rank     can it be a replay, and of which recordings? could it record? is the step refused?
+      |           one all-reduce of a few numbers, on the CPU, in a group of its own
+      v
+    all ranks     a recording that applies everywhere --> all replay it
+                  all could record                     --> all record; then once more: did all captures succeed?
+                  a rank has refused the step          --> all refuse it, with that rank's reason
+                  else                                 --> all run the step uncaptured
+
+Why in each call? NCCL requires that an operation is captured on all ranks or on none, and that all launch graphs of
+the same capture: a rank that replays while another runs the step uncaptured may hang. Whether a recording applies
+depends on shapes, numbers and memory of one rank alone, as in a ragged last batch. So no rank can know by itself. And a
+rank that replays takes part in nothing but its graph, so an exchange only before recordings could not reach it.
+
+The host does this while the device still works on the step before, so it takes no time of the device, unless the loop
+waits for the device in each step. Captures send nothing, so a rank may try one, and fail, for itself.
+
+A step is found to talk by its first call, which is never a recording: the groups count their collectives. That call is
+the same one on all ranks, so the next one makes the group. Recordings are numbered alike, because one is kept only if
+all ranks have made it. A rank that is gone, or takes fewer steps, ends the others with an error that names it.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import RanksError
+from ..torch_private import distributed as torch_distributed
+
+WORDS, BITS = 4, 62  # numbers that the ranks exchange beside the flags, and recordings in each
+MOST_RECORDINGS = WORDS * BITS
+COULD_RECORD, NOT_REFUSED = 1, 2  # flags
+# Seconds that a rank waits for signs of life of others after an exchange failed: a store answers in milliseconds.
+SIGNS_OF_LIFE_S = 3.0
+
+
+class Ranks:
+    """The processes that run one step together.
+
+    Args:
+        groups: the groups in which the step's collectives run.
+        name: of the step, for messages.
+    """
+
+    def __init__(self, groups: Collection[Any], name: str) -> None:
+        self._members = torch_distributed.ranks_of(groups)
+        self._name, self._calls = name, 0
+        self.recordings = 0  # how many the ranks have made together
+        self._group = dist.new_group(
+            self._members,
+            backend="gloo",
+            timeout=torch_distributed.timeout_of_default_group(),
+            use_local_synchronization=True,
+        )
+
+    def shared(
+        self, applying: Collection[int], *, could_record: bool, is_refused: bool
+    ) -> tuple[list[int], bool, bool]:
+        """Exchange what each rank could do. Returns the numbers of recordings that apply on all ranks, in order;
+        whether all could record; and whether one has refused the step."""
+        self._calls += 1
+        words = [COULD_RECORD * could_record + NOT_REFUSED * (not is_refused), *[0] * WORDS]
+        for number in applying:
+            words[1 + number // BITS] |= 1 << number % BITS
+        flags, *words = self._reduced(words, dist.ReduceOp.BAND)
+        numbers = [i * BITS + bit for i, word in enumerate(words) for bit in range(BITS) if word >> bit & 1]
+        return numbers, bool(flags & COULD_RECORD), not flags & NOT_REFUSED
+
+    def highest(self, value: int) -> int:
+        """The highest `value` of all ranks."""
+        return self._reduced([value], dist.ReduceOp.MAX)[0]
+
+    def first(self, value: Any) -> tuple[int, Any]:
+        """The first rank whose `value` is not None, and that value."""
+        values: list[Any] = [None] * len(self._members)
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise self._error(error) from error
+        return next((rank, each) for rank, each in zip(self._members, values, strict=True) if each is not None)
+
+    def _reduced(self, words: Sequence[int], op: Any) -> list[int]:
+        numbers = torch.tensor(words, device="cpu")
+        try:
+            dist.all_reduce(numbers, op, group=self._group)
+        except RuntimeError as error:
+            raise self._error(error) from error
+        return numbers.tolist()
+
+    def _error(self, error: Exception) -> RanksError:
+        """What to raise if an exchange failed. Ranks that live all come here, and leave a sign in the store."""
+        me = dist.get_rank()
+        try:
+            store, signs = torch_distributed.default_store(), f"cudagraph/{self._name}/{self._calls}"
+            store.set(f"{signs}/{me}", "")
+            missing = []
+            for rank in self._members:
+                try:
+                    store.wait([f"{signs}/{rank}"], datetime.timedelta(seconds=SIGNS_OF_LIFE_S))
+                except RuntimeError:
+                    missing.append(rank)
+            who = f"rank {', '.join(map(str, missing))} did not come to it" if missing else "all ranks are there"
+        except RuntimeError:
+            who = "the store of the default group, which its first rank keeps, is gone"
+        return RanksError(
+            f"{self._name}: the ranks can't agree how to run call {self._calls} after the first: on rank {me} "
+            f"{str(error).splitlines()[0][:200]}; {who}. All ranks must call a step equally often; look for the error "
+            "of the rank that ended"
+        )

@@ -1,0 +1,121 @@
+"""Groups of processes, and the reducer of DistributedDataParallel (2.11 to 2.15)."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import UnsupportedTorchError
+from .symbols import Needed, late, needing
+
+SYMBOLS: dict[str | Needed, str] = {
+    "telling whether a step talks to other processes": "torch.distributed.distributed_c10d._world",
+    "hooks of DistributedDataParallel": "torch.distributed._register_comm_hook ._register_builtin_comm_hook",
+    "naming a process that is gone": "torch.distributed.distributed_c10d._get_default_store",
+}
+PROTOCOLS = {
+    "telling whether a step talks to other processes": {
+        "torch.distributed.ProcessGroup": "_device_types _get_backend",
+        "torch._C._distributed_c10d.Backend": "_get_sequence_number_for_group",
+    },
+    "steps of DistributedDataParallel": {
+        "torch.nn.parallel.DistributedDataParallel": "_get_ddp_logging_data _set_ddp_runtime_logging_sample_rate "
+        "_build_params_for_reducer _build_debug_param_to_name_mapping _ddp_init_helper",
+        "torch.distributed.Reducer": "_reset_state _remove_autograd_hooks _set_static_graph",
+        "torch.distributed.Logger": "_set_static_graph _set_comm_hook_name",
+    },
+}
+need = functools.cache(needing(SYMBOLS, "cudagraph", UnsupportedTorchError))
+
+# torch times each of the first 10 iterations, and looks at the times in the next one: the device must not be capturing.
+LAST_TIMED_ITERATION = 10
+NEVER = (1 << 31) - 1  # iterations between two that are timed after that
+
+default_store: Callable[[], Any] = late(need, "torch.distributed.distributed_c10d._get_default_store")
+
+
+def _backends(group: Any) -> list[Any]:
+    return [group._get_backend(device) for device in group._device_types]
+
+
+def sequence_numbers() -> dict[Any, int]:
+    """How many collectives each group of this process has run. Empty where there is no other process."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    numbers: dict[Any, int] = {}
+    for group in need("torch.distributed.distributed_c10d._world").pg_map:
+        if group.size() > 1:
+            with contextlib.suppress(RuntimeError):  # a backend that does not count
+                numbers[group] = sum(each._get_sequence_number_for_group() for each in _backends(group))
+    return numbers
+
+
+def ranks_of(groups: Collection[Any]) -> list[int]:
+    """The ranks of a group, or those of the default group if there are several."""
+    (group,) = groups if len(groups) == 1 else (dist.group.WORLD,)
+    return dist.get_process_group_ranks(group)
+
+
+def timeout_of_default_group() -> datetime.timedelta:
+    """How long a collective may take, as the program has said."""
+    timeouts = [each.options._timeout for each in _backends(dist.group.WORLD) if hasattr(each, "options")]
+    return max(timeouts, default=datetime.timedelta(minutes=10))
+
+
+def replicas_in(objects: Collection[Any]) -> list[torch.nn.parallel.DistributedDataParallel]:
+    """The models among `objects` that are a `DistributedDataParallel`."""
+    return [x for x in objects if isinstance(x, torch.nn.parallel.DistributedDataParallel)]
+
+
+def is_timed(ddp: Any) -> bool:
+    """Whether torch may still look at times of `ddp` on the device. Later ones are not taken from now on."""
+    ddp._set_ddp_runtime_logging_sample_rate(NEVER)
+    return ddp._get_ddp_logging_data().get("iteration", 0) < LAST_TIMED_ITERATION
+
+
+def forget_backward(ddp: Any) -> None:
+    """Let `ddp` run after a backward that did not end. Call `make_reducer_anew` before the next iteration."""
+    ddp.reducer._reset_state()
+
+
+def reason_against_replica(ddp: Any) -> str | None:
+    """Why steps with `ddp` can't be captured; None if they can."""
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        return "find_unused_parameters=True reads on the host which parameters were used; use static_graph=True"
+    if ddp.mixed_precision is not None:
+        return "its mixed_precision copies parameters on streams of its own; use torch.autocast"
+    if ddp._delay_all_reduce_params:
+        return "delay_all_reduce_named_params waits on the host"
+    return None
+
+
+def make_reducer_anew(ddp: Any) -> None:
+    """Have the reducer of `ddp` made on the current stream. Nothing else may refer to the one that it has.
+
+    It keeps a node of autograd for each parameter, which always runs on the stream that it was made on. On the default
+    stream, where most programs make their models, no capture could include it. A new reducer has new
+    buckets, and times its first iterations.
+    """
+    hooks, builtin = ddp._comm_hooks, str(ddp._get_ddp_logging_data().get("comm_hook", ""))
+    ddp.reducer._remove_autograd_hooks()
+    del ddp.reducer
+    ddp.logger = None  # it keeps the reducer
+    parameters, sparse = ddp._build_params_for_reducer()
+    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+    for hook, state in hooks:
+        ddp.logger._set_comm_hook_name(hook.__qualname__)
+        need("torch.distributed._register_comm_hook")(ddp.reducer, state, hook)
+    if builtin.startswith("BuiltinCommHookType."):
+        ddp.logger._set_comm_hook_name(builtin)
+        kind = getattr(dist.BuiltinCommHookType, builtin.partition(".")[2])
+        need("torch.distributed._register_builtin_comm_hook")(ddp.reducer, kind)

@@ -1,0 +1,278 @@
+"""`whole_step` on two processes, which Gloo connects: each has a simulator, whose replays send what the step sends.
+
+All cases run in one pair of processes, one after another; each test here looks at what has become of one.
+"""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import device_type, run_ranks
+from torch import nn
+from torch.nn import functional as F
+from whole_steps import Net, adamw, eager_step, on_simulator, sgd, tensors_of
+
+import cudagraph
+from cudagraph.errors import RanksError
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+
+STEPS = 18  # torch times the first 10 iterations of a model of DDP, so the 13th is recorded
+SMALL_BUCKETS = 1e-4  # MiB: several in a model of 100 numbers
+
+
+def batch(step, rank, size=6):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x, y = torch.randn(size, 4, generator=generator), torch.randn(size, 2, generator=generator)
+    return x.to(device_type()), y.to(device_type())
+
+
+def model():
+    torch.manual_seed(1)
+    return Net().to(device_type())
+
+
+def replicated(model, **options):
+    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS, **options)
+
+
+def models(**options):
+    """Two equal replicated models: for the step, and for eager mode."""
+    ours = model()
+    return replicated(ours, **options), replicated(copy.deepcopy(ours), **options)
+
+
+def compare(step, expected, ours, eager, rank, *, sizes=lambda i, rank: 6, steps=STEPS):
+    """Run both, and compare losses and parameters in each step, bit for bit."""
+    for i in range(steps):
+        x, y = batch(i, rank, sizes(i, rank))
+        assert torch.equal(step(x, y), expected(x, y).detach()), f"loss of step {i}"
+        for a, b in zip(tensors_of(ours.state_dict()), tensors_of(eager.state_dict()), strict=True):
+            assert torch.equal(a, b), f"state after step {i}"
+
+
+def ddp(rank):
+    """With a buffer that is sent before each forward."""
+    ours, eager = models()
+    optimizers = adamw(ours), adamw(eager)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0], clip_grad_norm=0.5)
+    compare(step, eager_step(eager, F.mse_loss, optimizers[1], clip_grad_norm=0.5), ours, eager, rank)
+    assert (step.refused, step.update_refused) == ("", "")
+    assert (cudagraph.stats()["recordings"], cudagraph.stats()["replays"]) == (1, STEPS - 12)
+
+
+def own_step_of(model, optimizer, *, syncs=True):
+    def step(x, y):
+        optimizer.zero_grad()
+        if syncs:
+            loss = F.mse_loss(model(x), y)
+        else:  # accumulates without an exchange first
+            with model.no_sync():
+                F.mse_loss(model(x), y).backward()
+            loss = F.mse_loss(model(x * 2), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def ddp_views(rank):
+    """Gradients are views of buckets, and stay there after the step."""
+    ours, eager = models(gradient_as_bucket_view=True)
+    step = cudagraph.whole_step(own_step_of(ours, sgd(ours)))
+    compare(step, own_step_of(eager, sgd(eager)), ours, eager, rank)
+    assert step.refused == "" and cudagraph.stats()["replays"] == STEPS - 12
+    for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def ddp_no_sync(rank):
+    ours, eager = models()
+    step = cudagraph.whole_step(own_step_of(ours, sgd(ours), syncs=False))
+    compare(step, own_step_of(eager, sgd(eager), syncs=False), ours, eager, rank)
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 5
+
+
+def ddp_accumulate(rank):
+    ours, eager = models()
+    optimizers = sgd(ours), sgd(eager)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0], accumulate=2)
+    compare(step, eager_step(eager, F.mse_loss, optimizers[1], accumulate=2), ours, eager, rank)
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 5
+
+
+def ddp_hook(rank):
+    """A hook that halves what is sent."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    ours, eager = models()
+    for each in (ours, eager):
+        each.register_comm_hook(None, fp16_compress_hook)
+    optimizers = sgd(ours), sgd(eager)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0])
+    compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank)
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 5
+
+
+def other_shapes(rank):
+    """From some step on, one rank has batches of another size, then both, then one again."""
+    ours, eager = models()
+    optimizers = sgd(ours), sgd(eager)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0])
+
+    def sizes(i, rank):
+        return 4 if (i in (14, 17, 18, 21) and rank == 1) or i in (19, 20) else 6
+
+    compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank, sizes=sizes, steps=24)
+    keys = [sorted({one.number for one in known}) for known in step.recordings.values()]
+    # 12: both have 6. 17: rank 1 has 4, after a warm-up in 14. 20: both have 4; rank 0 warms up in 19.
+    assert keys == ([[0, 1], [2]] if rank == 0 else [[0], [1, 2]]), keys
+    assert step.refused == "" and cudagraph.stats()["recordings"] == 3
+
+
+def own_collective(rank):
+    """Of a model that is no DDP: the first call finds out."""
+    from torch.distributed import _functional_collectives as functional
+
+    ours = model()
+    eager = copy.deepcopy(ours)
+
+    def make(model, optimizer):
+        def step(x, y):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            for n, p in enumerate(model.parameters()):
+                if n % 2:
+                    dist.all_reduce(p.grad)
+                else:
+                    p.grad.copy_(functional.all_reduce(p.grad, "sum", dist.group.WORLD))
+            gathered = loss.new_empty(2)
+            dist.all_gather_into_tensor(gathered, loss.detach()[None])
+            optimizer.step()
+            optimizer.zero_grad()
+            return gathered.sum()
+
+        return step
+
+    step = cudagraph.whole_step(make(ours, sgd(ours)))
+    compare(step, make(eager, sgd(eager)), ours, eager, rank, steps=6)
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 3
+
+
+def fails_on_one_rank(rank):
+    """All ranks leave graphs, with the reason of the one whose capture fails in the middle of a backward."""
+    ours, eager = models()
+
+    def make(model, optimizer):
+        def read(grad):
+            return grad * (1 + 0 * grad.sum().item()) if rank == 1 else grad
+
+        def step(x, y):
+            out = model(x)
+            out.register_hook(read)
+            loss = F.mse_loss(out, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    step = cudagraph.whole_step(make(ours, sgd(ours)))
+    compare(step, make(eager, sgd(eager)), ours, eager, rank)
+    assert "reads its result on the host" in step.refused
+    assert ("on rank 1" in step.refused) == (rank == 0)
+    assert cudagraph.stats()["recordings"] == 0 and step.ranks is None
+
+
+def refused_on_one_rank(rank):
+    """A rank that refuses the step before its first recording tells the other."""
+    ours, eager = models()
+    optimizers = sgd(ours), sgd(eager)
+    settings = [1.0]
+
+    def loss_fn(out, y):
+        settings[0] = object() if rank == 1 and not settings[1:] else 1.0
+        return F.mse_loss(out, y)
+
+    step = cudagraph.whole_step(ours, loss_fn, optimizers[0])
+    compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank)
+    assert "settings[0]" in step.refused and ("on rank 1" in step.refused) == (rank == 0)
+
+
+def local_step(rank):
+    """A step that sends nothing needs no other rank: here only one calls it."""
+    if rank == 0:
+        ours = model()
+        eager = copy.deepcopy(ours)
+        optimizers = sgd(ours), sgd(eager)
+        step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0])
+        compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank, steps=4)
+        assert step.ranks is None and cudagraph.stats()["replays"] == 3
+
+
+def find_unused(rank):
+    ours, eager = models(find_unused_parameters=True)
+    optimizers = sgd(ours), sgd(eager)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0])
+    compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank, steps=3)
+    assert "find_unused_parameters=True" in step.refused and "static_graph" in step.refused
+
+
+def gone(rank):
+    """The last case: one rank takes fewer steps. The other one's error names it."""
+    ours, _ = models()
+    step = cudagraph.whole_step(ours, F.mse_loss, sgd(ours))
+    for i in range(STEPS - 2 * rank):
+        if rank == 0 and i == STEPS - 2:
+            with pytest.raises(RanksError, match="rank 1 did not come to it"):
+                step(*batch(i, rank))
+            return
+        step(*batch(i, rank))
+
+
+CASES = (
+    ddp, ddp_views, ddp_no_sync, ddp_accumulate, ddp_hook, other_shapes, own_collective, fails_on_one_rank,
+    refused_on_one_rank, local_step, find_unused, gone,
+)  # fmt: skip
+
+
+def work(rank, folder, names=()):
+    for case in CASES:
+        if names and case.__name__ not in names:
+            continue
+        cudagraph.reset()
+        with pytest.MonkeyPatch.context() as patch:
+            if device_type() == "cpu":
+                on_simulator(patch)
+            try:
+                case(rank)
+                text = "ended"
+            except BaseException:
+                text = traceback.format_exc()
+        (pathlib.Path(folder) / f"{case.__name__}{rank}").write_text(text)
+        if text != "ended":
+            raise AssertionError(f"{case.__name__}: {text}")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def folder(request, tmp_path_factory):
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(work, folder, str(folder), device=request.param, limit_s=240)
+    return folder
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+def test_two_ranks(folder, case):
+    for rank in range(2):
+        file = folder / f"{case}{rank}"
+        assert file.exists(), "a case before it failed"
+        assert file.read_text() == "ended"
