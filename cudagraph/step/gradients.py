@@ -19,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..torch_private import cuda as torch_cuda
+from ..torch_private.distributed import local_part, with_local_part
 from ..tree.capture import CannotCapture
 from ..tree.liveness import Slot, Watch, layout_of, tensor_on
 
@@ -32,7 +33,15 @@ class ReadsGradients(CannotCapture):
 # By a parameter's id, the gradient that a replay gave it last: a weak reference to the gradient, the templates of the
 # recording, and the position there. `may_replay` drops the gradient to see whether somebody else holds it, and makes it
 # again from its template.
-LastGradients = dict[int, tuple[weakref.ref[torch.Tensor], "list[torch.Tensor]", int]]
+LastGradients = dict[int, tuple[weakref.ref[torch.Tensor], "Templates", int]]
+
+
+class Templates(list[torch.Tensor]):
+    """Tensors over the memory of gradients: replays give out their aliases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread: dict[int, torch.Tensor] = {}  # by position: a `DTensor` like the gradient, whose part this is
 
 
 class Gradients:
@@ -51,7 +60,7 @@ class Gradients:
         overwrite in each step."""
         self._parameters, self._in_buckets = parameters, {*map(id, in_buckets)}
         self._before = [x.grad for x in parameters]
-        self._wires = [x if x is None or reads else torch_cuda.tripwire(x, ReadsGradients) for x in self._before]
+        self._wires = [x if x is None or reads else _wire_for(x) for x in self._before]
         for x, wire in zip(parameters, self._wires, strict=True):
             x.grad = wire
         # Parameters, by what the step does with their gradient:
@@ -59,7 +68,7 @@ class Gradients:
         self._dropped: list[torch.Tensor] = []  # drops it unread
         self._cleared: list[torch.Tensor] = []  # leaves None
         self._made: list[tuple[torch.Tensor, int]] = []  # leaves a new one; its position in `_templates`
-        self._templates: list[torch.Tensor] = []
+        self._templates = Templates()
         self._last = last
         self.slots: dict[int, Slot] = {}  # the memory of new gradients, by the identity of storages
         self._watch = Watch(())
@@ -73,7 +82,7 @@ class Gradients:
     @property
     def static(self) -> list[torch.Tensor]:
         """The gradients that the graph reads and writes where they are."""
-        return [old for _, old in self._expected if old is not None]
+        return [local_part(old) for _, old in self._expected if old is not None]
 
     def classify(self, device: torch.device) -> None:
         """Sort the parameters by what the captured step did with their gradients. Raises `CannotCapture` for gradients
@@ -89,19 +98,24 @@ class Gradients:
             if new is None:
                 self._cleared.append(x)
                 continue
-            if new.layout is not torch.strided or type(new) is not torch.Tensor or new.device != device:
-                raise CannotCapture(f"makes a gradient that is a {type(new).__name__} of layout {new.layout}")
+            local = local_part(new)
+            if local.layout is not torch.strided or type(local) is not torch.Tensor or local.device != device:
+                raise CannotCapture(f"makes a gradient that is a {type(local).__name__} of layout {local.layout}")
             if new.requires_grad:
                 raise CannotCapture("makes gradients that require gradients (create_graph=True)")
-            storage = new.untyped_storage()
+            if local is not new:
+                self._templates.spread[len(self._templates)] = with_local_part(
+                    new, torch.empty_like(local, device="meta")
+                )
+            storage = local.untyped_storage()
             self._made.append((x, len(self._templates)))
             if id(x) in self._in_buckets:
-                self._templates.append(tensor_on(storage, layout_of(new)))
+                self._templates.append(tensor_on(storage, layout_of(local)))
                 continue
             identity = torch_cuda.identity(storage)
             if identity not in self.slots:
                 self.slots[identity] = Slot(storage, "a gradient", copies=False)
-            self.slots[identity].add_template(self._templates, layout_of(new))
+            self.slots[identity].add_template(self._templates, layout_of(local))
 
     def finish(self) -> None:
         """Put back the gradients from before the capture, and watch the memory of new ones."""
@@ -124,11 +138,11 @@ class Gradients:
             return False
         if not self._watch.slots and not self._orphans:
             return True
-        ours: list[tuple[torch.Tensor, list[torch.Tensor], int]] = []  # a reference to one would count as a holder
+        ours: list[tuple[torch.Tensor, Templates, int]] = []  # a reference to one would count as a holder
         others: list[tuple[torch.Tensor, torch.Tensor]] = []
         for x in self._dropped:
             old = x.grad
-            reference, templates, position = self._last.get(id(x), (None, [], 0))
+            reference, templates, position = self._last.get(id(x), (None, Templates(), 0))
             if reference is not None and reference() is old:
                 ours.append((x, templates, position))
             elif old is not None:
@@ -142,8 +156,11 @@ class Gradients:
             x.grad = old
         return False
 
-    def _assign(self, x: torch.Tensor, templates: list[torch.Tensor], position: int) -> None:
-        x.grad = new = templates[position].data
+    def _assign(self, x: torch.Tensor, templates: Templates, position: int) -> None:
+        new = templates[position].data
+        if position in templates.spread:
+            new = with_local_part(templates.spread[position], new)
+        x.grad = new
         self._last[id(x)] = weakref.ref(new), templates, position
 
     def assign(self) -> None:
@@ -157,3 +174,7 @@ class Gradients:
         self._watch.close()
         for key in [key for key, (_, templates, _) in self._last.items() if templates is self._templates]:
             del self._last[key]  # the templates would keep the memory
+
+
+def _wire_for(x: torch.Tensor) -> torch.Tensor:
+    return with_local_part(x, torch_cuda.tripwire(local_part(x), ReadsGradients))

@@ -31,6 +31,7 @@ import torch
 from ..errors import CudaGraphError
 from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
+from ..torch_private.distributed import is_dtensor, local_part
 from .numbers import Place, Traced
 from .users_code import globals_in, is_users, is_users_class
 
@@ -94,6 +95,7 @@ class HostState:
     ) -> None:
         self.leaves: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
+        self.spread: dict[str, torch.Tensor] = {}  # `DTensor`s; their parts of this process are among `tensors`
         self.places: dict[str, Place] = {}
         self.outputs: dict[str, Entry] = {}  # where the step stores tensors
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -122,7 +124,7 @@ class HostState:
         self._full, self._empty = [d for d in self._dicts if d], [d for d in self._dicts if not d]
         self._indices = {id(d): i for i, d in enumerate(self._full)}
         self._copy_of = {id(d): copy for d, copy in zip(self._dicts, self._copies, strict=False)}
-        self._hooked = [x for x in self.tensors.values() if x.requires_grad]
+        self._hooked = [x for x in (*self.tensors.values(), *self.spread.values()) if x.requires_grad]
         self._hooks = [*map(torch_cuda.gradient_hooks, self._hooked)]
         self.note_versions()
 
@@ -275,7 +277,11 @@ class HostState:
             self._shallow.add(id(value))
 
     def _tensor(self, path: str, value: torch.Tensor) -> None:
-        self.tensors[path] = value
+        if is_dtensor(value):
+            self.spread[path] = value
+            self._waiting.append((f"{path}, its part here", local_part(value), 0))
+        else:
+            self.tensors[path] = value
         if value.device.type == "cpu" != self._device_type:
             self.leaves[path] = f"version {value._version} of {id(value)}"
             self.on_cpu.append(value)

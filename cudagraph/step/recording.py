@@ -19,7 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import counters
 from ..torch_private import cuda as torch_cuda
-from ..torch_private.distributed import reason_against_replica, replicas_in
+from ..torch_private.distributed import (
+    forget_failed_step,
+    gathered_storages,
+    local_part,
+    reason_against_replica,
+    replicas_in,
+    unreduced_gradients,
+)
 from ..tree.capture import CannotCapture, Capture, Owner, under_way
 from ..tree.dispatch import as_they_are
 from ..tree.node import Cursor
@@ -34,7 +41,7 @@ from .randomness import HostRandom
 from .users_code import asks_for_types
 from .watch import OperatorWatch
 
-PARALLEL = {"FullyShardedDataParallel", "FSDPModule", "DataParallel"}
+PARALLEL = {"FullyShardedDataParallel", "DataParallel"}
 
 
 def settings() -> tuple[Any, ...]:
@@ -200,7 +207,8 @@ def make_capturable(host: HostState, device: torch.device) -> bool:
 
 def parameters_of(host: HostState) -> list[torch.Tensor]:
     """The tensors that may have a gradient."""
-    return [x for x in host.tensors.values() if x.is_leaf and (x.requires_grad or _may_have_gradient(x))]
+    every = (*host.tensors.values(), *host.spread.values())
+    return [x for x in every if x.is_leaf and (x.requires_grad or _may_have_gradient(x))]
 
 
 def _may_have_gradient(x: torch.Tensor) -> bool:
@@ -255,14 +263,15 @@ def record(
     in_optimizers_only = bool(number_paths) and (not is_watched or asks_for_types(host.objects()))
     numbers = Numbers(places_of(host, number_paths, in_optimizers_only=in_optimizers_only), device)
     outputs = Outputs(host.outputs)
-    owner, graph = Owner(), None
+    owner, graph, unreduced = Owner(), None, unreduced_gradients(host.objects())
     replicas = replicas_in(host.objects())
     in_buckets = [x for model in replicas if model.gradient_as_bucket_view for x in model.parameters()]
     gradients = Gradients(parameters_of(host), last_gradients, reads=reads_gradients, in_buckets=in_buckets)
     try:
         inputs = Inputs(pool, flat, device)
-        known = [*tensors, *gradients.before, *numbers.tensors]
+        known = [*tensors, *map(local_part, gradients.before), *numbers.tensors]
         watch = OperatorWatch(device, inputs.by_storage(), known, has_reducers=bool(replicas))
+        watch.known.update(map(torch_cuda.identity, gathered_storages(host.objects())))
         rates_read: list[str] = []
 
         def captured() -> Any:
@@ -283,6 +292,8 @@ def record(
             raise CannotCapture(f"reads {rates_read[0]}.get_last_lr(), which a replay would not; give it as an input")
         outputs.collect({torch_cuda.storage_key(x) for x in tensors})
         outputs.uncover()
+        if any(getattr(owner, name) is not old for owner, name, old in unreduced):
+            raise CannotCapture("keeps gradients without an exchange; end it with a backward that reduces them")
         _check_stored(host, take_snapshot(), schedulers, numbers)
         host.restore()  # the step may have put equal containers in the place of the old ones
         host.note_versions()
@@ -332,6 +343,7 @@ def record(
             stack.callback(host.note_versions)
             stack.callback(schedulers.restore)
             stack.callback(host.restore)
+            stack.callback(forget_failed_step, host.objects(), unreduced)
             stack.callback(outputs.uncover)
             if graph is not None:
                 stack.callback(graph.reset)

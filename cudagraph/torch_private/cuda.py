@@ -51,7 +51,7 @@ SYMBOLS: dict[str | Needed, str] = {
     Needed("replaying", cuda=True): "torch._C._CUDAGraph.replay",
     Needed("PYTORCH_NO_CUDA_MEMORY_CACHING", ("2.15.0",), cuda=True): "torch._C._cuda_cudaCachingAllocator_is_enabled",
     "watching the operators of a step": "torch.utils._python_dispatch.TorchDispatchMode "
-    ".is_traceable_wrapper_subclass_type",
+    ".is_traceable_wrapper_subclass_type torch._guards.active_fake_mode",
     "telling whether a step reads gradients": "torch.Tensor._make_wrapper_subclass",
     "what a step is called with": "torch.utils._pytree.tree_flatten .tree_unflatten",
     "telling what changed between two steps": "torch._C._dynamo.guards.GlobalStateGuard .TensorGuards "
@@ -207,6 +207,9 @@ def update_scaler(scaler: torch.amp.GradScaler) -> None:
 wraps_tensors: Callable[[type], bool] = late(need, "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type")
 
 
+fake_mode: Callable[[], Any] = late(need, "torch._guards.active_fake_mode")  # None if operators are real
+
+
 def dispatching(run: Callable[[Any, Any, Any], Any]) -> Any:
     """A context in which `run(func, args, kwargs)` runs each operator."""
 
@@ -214,6 +217,8 @@ def dispatching(run: Callable[[Any, Any, Any], Any]) -> Any:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(map(wraps_tensors, types)):
                 return NotImplemented  # it calls operators on the tensors inside, which come here again
+            if fake_mode() is not None:
+                return func(*args, **(kwargs or {}))  # of a DTensor that finds out how its result is spread
             return run(func, args, kwargs or {})
 
     return Mode()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,21 @@ PROTOCOLS = {
     "telling whether a step talks to other processes": {
         "torch.distributed.ProcessGroup": "_device_types _get_backend",
         "torch._C._distributed_c10d.Backend": "_get_sequence_number_for_group",
+    },
+    "steps of FSDP2 and DTensor": {
+        "torch.distributed.tensor.DTensor": "_local_tensor __tensor_flatten__ __tensor_unflatten__",
+        "torch.distributed.fsdp.FSDPModule": "_get_fsdp_state",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "_comm_ctx _state_ctx _training_state "
+        "_fsdp_param_group|_fsdp_param_groups _modules_to_run_forward",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext": "iter_forward_root "
+        "post_backward_final_callback_queued",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPCommContext": "all_gather_state post_forward_order "
+        "reduce_scatter_state|reduce_scatter_states",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "fsdp_params _all_gather_result "
+        "_post_reduce_event _all_reduce_state _reshard_after_forward_event _partial_reduce_output "
+        "_post_forward_indices _training_state _to_sharded",
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "all_gather_outputs _sharded_param_data "
+        "unsharded_accumulated_grad _unsharded_param",
     },
     "steps of DistributedDataParallel": {
         "torch.nn.parallel.DistributedDataParallel": "_get_ddp_logging_data _set_ddp_runtime_logging_sample_rate "
@@ -66,6 +82,89 @@ def timeout_of_default_group() -> datetime.timedelta:
     """How long a collective may take, as the program has said."""
     timeouts = [each.options._timeout for each in _backends(dist.group.WORLD) if hasattr(each, "options")]
     return max(timeouts, default=datetime.timedelta(minutes=10))
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether `x` is a tensor that is spread over processes, without importing torch's module for it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def local_part(x: torch.Tensor) -> torch.Tensor:
+    """The tensor of this process in a `DTensor`; another tensor as it is."""
+    return x._local_tensor if is_dtensor(x) else x  # type: ignore[attr-defined]
+
+
+def with_local_part(x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor spread like the `DTensor` `x`, over another tensor of this process; `local` if `x` is none."""
+    if not is_dtensor(x):
+        return local
+    names, context = x.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: local if name == "_local_tensor" else getattr(x, name) for name in names}
+    make = type(x).__tensor_unflatten__  # type: ignore[attr-defined]
+    spread: torch.Tensor = make(inner, context, x.shape, x.stride())
+    return spread
+
+
+def _sharded_states(objects: Collection[Any]) -> list[Any]:
+    """The states that FSDP2 keeps for modules among `objects`."""
+    return [x._get_fsdp_state() for x in objects if hasattr(type(x), "_get_fsdp_state")]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The groups of parameters of a state of FSDP2, of which torch had one at most up to 2.12."""
+    one = state._fsdp_param_group
+    return getattr(state, "_fsdp_param_groups", [] if one is None else [one])
+
+
+def gathered_storages(objects: Collection[Any]) -> list[torch.UntypedStorage]:
+    """The storages that FSDP2 gathers the parameters of modules among `objects` into. Between steps they are empty, and
+    a capture fills them from its pool."""
+    params = (x for state in _sharded_states(objects) for group in _groups_of(state) for x in group.fsdp_params)
+    return [tensor.untyped_storage() for x in params for tensor in (*x.all_gather_outputs, x._sharded_param_data)]
+
+
+def unreduced_gradients(objects: Collection[Any]) -> list[tuple[Any, str, Any]]:
+    """Where FSDP2 keeps gradients that were not exchanged: objects, names of attributes, and gradients or None."""
+    params = [x for state in _sharded_states(objects) for group in _groups_of(state) for x in group.fsdp_params]
+    places = [(x, "unsharded_accumulated_grad") for x in params if "unsharded_accumulated_grad" in vars(x)]
+    places += [(x._unsharded_param, "grad") for x in params if hasattr(x, "_unsharded_param")]
+    return [(owner, name, getattr(owner, name)) for owner, name in places]
+
+
+def forget_failed_step(objects: Collection[Any], unreduced: Sequence[tuple[Any, str, Any]]) -> None:
+    """Have modules of FSDP2 as they are between steps, after a capture that failed in the middle of one.
+
+    What they wait for are events of that capture, which no stream may wait for now.
+    """
+    for owner, name, gradient in unreduced:
+        setattr(owner, name, gradient)
+    for state in _sharded_states(objects):
+        comm = state._comm_ctx
+        comm.all_gather_state = None
+        comm.post_forward_order.clear()
+        if hasattr(comm, "reduce_scatter_states"):
+            comm.reduce_scatter_states.clear()
+            comm._last_post_reduce_events.clear()
+        else:
+            comm.reduce_scatter_state = None
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        state._modules_to_run_forward.clear()
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        if hasattr(comm, "active_gradient_reduction"):  # 2.15
+            comm.active_gradient_reduction = state._state_ctx.manual_backward_finalization_active = None
+            state._state_ctx.gradient_reduction_pending = False
+        for group in _groups_of(state):
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            if hasattr(group, "_post_backward_pending"):  # 2.15
+                group._post_backward_pending = False
+                group._partial_reduce_output_layout.clear()
+            group._training_state = idle
+            group._to_sharded()
 
 
 def replicas_in(objects: Collection[Any]) -> list[torch.nn.parallel.DistributedDataParallel]:

@@ -10,12 +10,14 @@ import torch
 from ranks import group_of_one
 from test_whole_step_loops import adamw_fused, train
 from torch import nn
+from torch.distributed.fsdp import fully_shard  # before a simulator is made
 from torch.nn import functional as F
 from whole_steps import batches, eager_step, pair
 
 import aot_hooks
 import cudagraph
 from cudagraph.step.watch import OperatorWatch
+from cudagraph.torch_private import cuda as torch_cuda
 
 
 @pytest.fixture
@@ -27,7 +29,6 @@ def process_group(device):
 def wrapped(model, how, device):
     """`model` for a mesh of this process alone, or as it is."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     if how == "DistributedDataParallel":
@@ -43,6 +44,8 @@ def wrapped(model, how, device):
 def test_a_process_that_is_its_own_group(device, process_group, how):
     from torch.distributed import _functional_collectives as functional
 
+    if how == "FSDPModule" and device.type == "cpu" and not torch_cuda.can_swap():
+        pytest.skip("the simulator needs storages that can exchange their memory")
     ours, _, eager, eager_optimizer = pair(device, plain_sgd)
     model = wrapped(ours, how, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)  # DTensors are not mixed
@@ -62,10 +65,7 @@ def test_a_process_that_is_its_own_group(device, process_group, how):
 
     for x, y in batches(device, 14):
         torch.testing.assert_close(step(x, y), train(F.mse_loss(eager(x), y), eager_optimizer).detach())
-    if how in ("FSDPModule", "DTensor"):
-        assert how in step.refused and cudagraph.stats()["recordings"] == 0
-    else:
-        assert step.refused == "" and cudagraph.stats()["replays"] >= 2
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 2
 
 
 def plain_sgd(model):

@@ -14,11 +14,16 @@ import torch
 import torch.distributed as dist
 from ranks import device_type, run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from whole_steps import Net, adamw, eager_step, on_simulator, sgd, tensors_of
 
 import cudagraph
 from cudagraph.errors import RanksError
+from cudagraph.torch_private import cuda as torch_cuda
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
@@ -47,13 +52,29 @@ def models(**options):
     return replicated(ours, **options), replicated(copy.deepcopy(ours), **options)
 
 
+def local(x):
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def sharded(**options):
+    """Two equal models, each sharded over the ranks, with `options` for its linear layers."""
+    mesh = init_device_mesh(device_type(), (2,))
+    ours = model()
+    pair = ours, copy.deepcopy(ours)
+    for each in pair:
+        fully_shard(each.first, mesh=mesh, **options)
+        fully_shard(each.last, mesh=mesh, **options)
+        fully_shard(each, mesh=mesh)
+    return pair
+
+
 def compare(step, expected, ours, eager, rank, *, sizes=lambda i, rank: 6, steps=STEPS):
     """Run both, and compare losses and parameters in each step, bit for bit."""
     for i in range(steps):
         x, y = batch(i, rank, sizes(i, rank))
         assert torch.equal(step(x, y), expected(x, y).detach()), f"loss of step {i}"
         for a, b in zip(tensors_of(ours.state_dict()), tensors_of(eager.state_dict()), strict=True):
-            assert torch.equal(a, b), f"state after step {i}"
+            assert torch.equal(local(a), local(b)), f"state after step {i}"
 
 
 def ddp(rank):
@@ -165,9 +186,8 @@ def own_collective(rank):
     assert step.refused == "" and cudagraph.stats()["replays"] >= 3
 
 
-def fails_on_one_rank(rank):
-    """All ranks leave graphs, with the reason of the one whose capture fails in the middle of a backward."""
-    ours, eager = models()
+def assert_refused_by_rank_1(ours, eager, rank, steps=STEPS):
+    """Train with a step whose capture fails on that rank, in the middle of a backward: all ranks leave graphs."""
 
     def make(model, optimizer):
         def read(grad):
@@ -185,10 +205,15 @@ def fails_on_one_rank(rank):
         return step
 
     step = cudagraph.whole_step(make(ours, sgd(ours)))
-    compare(step, make(eager, sgd(eager)), ours, eager, rank)
+    compare(step, make(eager, sgd(eager)), ours, eager, rank, steps=steps)
     assert "reads its result on the host" in step.refused
     assert ("on rank 1" in step.refused) == (rank == 0)
     assert cudagraph.stats()["recordings"] == 0 and step.ranks is None
+
+
+def fails_on_one_rank(rank):
+    ours, eager = models()
+    assert_refused_by_rank_1(ours, eager, rank)
 
 
 def refused_on_one_rank(rank):
@@ -225,6 +250,69 @@ def find_unused(rank):
     assert "find_unused_parameters=True" in step.refused and "static_graph" in step.refused
 
 
+def fsdp(rank):
+    """With clipping over DTensors, and AdamW that treats all of them at once."""
+    ours, eager = sharded()
+    optimizers = adamw(ours), adamw(eager)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0], clip_grad_norm=0.5)
+    compare(step, eager_step(eager, F.mse_loss, optimizers[1], clip_grad_norm=0.5), ours, eager, rank, steps=6)
+    assert (step.refused, step.update_refused) == ("", "")
+    assert (cudagraph.stats()["recordings"], cudagraph.stats()["replays"]) == (1, 5)
+
+
+def fsdp_mixed(rank):
+    """Linear layers in bfloat16, which stay gathered between forward and backward; accumulation."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    ours, eager = sharded(mp_policy=policy, reshard_after_forward=False)
+    optimizers = sgd(ours), sgd(eager)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0], accumulate=2)
+    compare(step, eager_step(eager, F.mse_loss, optimizers[1], accumulate=2), ours, eager, rank, steps=6)
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 4
+
+
+def fsdp_own_step(rank):
+    """Gradients stay after the step; the first of two backwards is not reduced."""
+    ours, eager = sharded()
+
+    def make(model, optimizer):
+        def step(x, y):
+            optimizer.zero_grad()
+            model.set_requires_gradient_sync(False)
+            F.mse_loss(model(x), y).backward()
+            model.set_requires_gradient_sync(True)
+            loss = F.mse_loss(model(2 * x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    step = cudagraph.whole_step(make(ours, sgd(ours)))
+    compare(step, make(eager, sgd(eager)), ours, eager, rank, steps=7)
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 4
+    for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(local(a.grad), local(b.grad)) and a.grad.placements == b.grad.placements
+
+
+def fsdp_fails(rank):
+    """A capture that fails in the middle of a backward, on one rank, leaves modules that are sharded."""
+    ours, eager = sharded()
+    assert_refused_by_rank_1(ours, eager, rank, steps=5)
+
+
+def tensor_parallel(rank):
+    mesh = init_device_mesh(device_type(), (2,))
+    torch.manual_seed(1)
+    ours = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).to(device_type())
+    eager = copy.deepcopy(ours)
+    for each in (ours, eager):
+        parallelize_module(each, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizers = adamw(ours), adamw(eager)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0], clip_grad_norm=0.5)
+    compare(step, eager_step(eager, F.mse_loss, optimizers[1], clip_grad_norm=0.5), ours, eager, 0, steps=6)
+    assert (step.refused, step.update_refused) == ("", "") and cudagraph.stats()["replays"] >= 4
+
+
 def gone(rank):
     """The last case: one rank takes fewer steps. The other one's error names it."""
     ours, _ = models()
@@ -239,12 +327,17 @@ def gone(rank):
 
 CASES = (
     ddp, ddp_views, ddp_no_sync, ddp_accumulate, ddp_hook, other_shapes, own_collective, fails_on_one_rank,
-    refused_on_one_rank, local_step, find_unused, gone,
+    refused_on_one_rank, local_step, find_unused, fsdp, fsdp_mixed, fsdp_own_step, fsdp_fails, tensor_parallel, gone,
 )  # fmt: skip
 
 
+def runs_here(case):
+    """The simulator can gather parameters only where storages can exchange their memory."""
+    return device_type() == "cuda" or torch_cuda.can_swap() or not case.__name__.startswith("fsdp")
+
+
 def work(rank, folder, names=()):
-    for case in CASES:
+    for case in filter(runs_here, CASES):
         if names and case.__name__ not in names:
             continue
         cudagraph.reset()
@@ -265,14 +358,16 @@ def work(rank, folder, names=()):
 def folder(request, tmp_path_factory):
     if request.param == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    folder = tmp_path_factory.mktemp("ranks")
+    folder = tmp_path_factory.mktemp(request.param)
     run_ranks(work, folder, str(folder), device=request.param, limit_s=240)
     return folder
 
 
-@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_two_ranks(folder, case):
+    if "cpu" in folder.name and not torch_cuda.can_swap() and case.__name__.startswith("fsdp"):
+        pytest.skip("the simulator needs storages that can exchange their memory")
     for rank in range(2):
-        file = folder / f"{case}{rank}"
+        file = folder / f"{case.__name__}{rank}"
         assert file.exists(), "a case before it failed"
         assert file.read_text() == "ended"

@@ -245,6 +245,8 @@ class _Capturing(TorchDispatchMode):
                 return host_operators[func](*args, **kwargs)
         if any(is_traceable_wrapper_subclass_type(cls) for cls in types):
             return NotImplemented  # it calls operators on the tensors inside, which come here again
+        if torch_cuda.fake_mode() is not None:
+            return func(*args, **kwargs)  # of a DTensor that finds out how its result is spread
         if func.namespace == "c10d":
             return self.collective(func, args, kwargs)
         if func is torch.ops._c10d_functional._wrap_tensor_autograd.default:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from capture_simulator import Simulator
+from capture_simulator import Simulator, host_operators
 from torch import nn
 from torch.nn import functional as F
 
@@ -45,9 +45,43 @@ def on_simulator(monkeypatch: pytest.MonkeyPatch, arena_bytes: int = 1 << 22) ->
         write(state)
         note(lambda: write(state))
 
+    gather_in_arenas(monkeypatch, simulator)
     monkeypatch.setattr(torch, "get_rng_state", get_rng_state)
     monkeypatch.setattr(torch, "set_rng_state", set_rng_state)
     return simulator
+
+
+def gather_in_arenas(monkeypatch: pytest.MonkeyPatch, simulator: Simulator) -> None:
+    """Have FSDP2 gather parameters into the arena in a capture, where the storages' `resize_` is seen by nobody."""
+    params = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    if params is None or not torch_cuda.can_swap():
+        return
+    collectives = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_collectives"]
+    group = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param_group"]
+    lent: dict[int, Any] = {}  # storages whose memory is the arena's, by that of the parameters
+    alloc, free = params.alloc_storage, params.free_storage
+
+    def alloc_storage(x: torch.Tensor) -> None:
+        storage, size = x.untyped_storage(), x.numel() * x.itemsize
+        arenas = [pool for pool in simulator.pools if pool.tape is not None]
+        if not arenas or storage.size() == size:
+            return alloc(x)
+        lent[storage._cdata] = arenas[0].allocate(size)
+        torch_cuda.swap_memory(storage, lent[storage._cdata])
+        return None
+
+    def free_storage(x: torch.Tensor) -> None:
+        owner = lent.pop(x.untyped_storage()._cdata, None)
+        if owner is None:
+            return free(x)
+        torch_cuda.swap_memory(x.untyped_storage(), owner)
+        return None
+
+    for module in (params, group):
+        monkeypatch.setattr(module, "alloc_storage", alloc_storage)
+    monkeypatch.setattr(params, "free_storage", free_storage)
+    copy_in = torch.ops.fsdp.all_gather_copy_in.default
+    monkeypatch.setitem(host_operators, copy_in, collectives.all_gather_copy_in_cuda)
 
 
 def eager_step(
