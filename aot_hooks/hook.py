@@ -165,6 +165,8 @@ class Pack:
     declines: Callable[[Any], str | None]
     _: KW_ONLY
     lossy: bool = True
+    error: float | None = None
+    digits: int | None = None
 
     @property
     def __name__(self) -> str:
@@ -174,10 +176,9 @@ class Pack:
         raise NotImplementedError
 
 
-def hook_of(
-    pack: Pack, unpack: Callable[[Any], torch.Tensor], *, error: float | None, digits: int | None = None
-) -> Hook:
-    return Hook(pack.name, pack, unpack, lossy=pack.lossy, declines=pack.declines, error=error, digits=digits)
+def hook_of(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> Hook:
+    stated: dict[str, Any] = {"declines": pack.declines, "error": pack.error, "digits": pack.digits}
+    return Hook(pack.name, pack, unpack, lossy=pack.lossy, **stated)
 
 
 def _text_of(call: functools.partial[Hook]) -> str:

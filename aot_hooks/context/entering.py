@@ -12,7 +12,7 @@ import torch
 from .. import unused
 from ..eager.packing import has_pending, pack_pending, unpack_eager
 from ..errors import OptionError, names_arguments
-from ..hook import Hook
+from ..hook import Hook, Pack
 from ..settings.setting import Policy, Setting, uncalled_factory
 from ..torch_private import autograd, dynamo
 from .pairs import EagerPack, open_contexts, pair_for
@@ -175,6 +175,9 @@ def _as_hook(pack: Any, unpack: Any) -> Hook:
                 f"saved_tensors_hooks: {name} must be a function, a torch.fx.GraphModule or a Hook, got {fn!r}{hint}"
             )
     name = getattr(pack, "__name__", type(pack).__name__)
-    # the two functions of a library hook, passed one by one, still know which tensors they decline and if they round
+    # the two functions of a library hook, passed one by one, still know which tensors they decline and how they round
     lossy = getattr(pack, "lossy", False) is True
-    return Hook(name, pack, unpack, lossy=lossy, declines=getattr(pack, "declines", None))
+    stated: dict[str, Any] = {
+        field: getattr(pack, field, None) if isinstance(pack, Pack) else None for field in ("error", "digits")
+    }
+    return Hook(name, pack, unpack, lossy=lossy, declines=getattr(pack, "declines", None), **stated)

@@ -78,4 +78,4 @@ def bitmask() -> Hook:
     Any size and shape. Other dtypes are left as they are, even integers that are all 0 and 1, because a pack cannot
     read values. So are 0-d and empty tensors and single elements.
     """
-    return hook_of(_Pack("bitmask", _declines, lossy=False), _unpack, error=0.0)
+    return hook_of(_Pack("bitmask", _declines, lossy=False, error=0.0), _unpack)

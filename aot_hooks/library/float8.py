@@ -122,4 +122,4 @@ def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise") -
     name = f"float8({str(dtype).removeprefix('torch.float8_')}, {scaling})"
     declines = Declines("float8", 8, 4, _BLOCKS[scaling] or 1 << 62)
     stated: dict[str, Any] = {"error": _ERRORS[dtype], "digits": _DIGITS[dtype]}
-    return hook_of(_Pack(name, declines, dtype, scaling), _Unpack(dtype, scaling), **stated)
+    return hook_of(_Pack(name, declines, dtype, scaling, **stated), _Unpack(dtype, scaling))

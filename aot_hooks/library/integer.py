@@ -187,9 +187,10 @@ def _integer_hook(bits: int, block: Any, stochastic: Any, power: Any = False) ->
     options = (", stochastic" if stochastic else "") + (", power of two" if power else "")
     # A scale counts 16 bits even where it has 8: a row of one number, off by up to a 126th, isn't worth packing.
     declines = Declines(f"int{bits}", bits, 2, block)
-    pack = _Pack(f"int{bits}({block}{options})", declines, bits, block, stochastic, power)
     error = _ERRORS4[block] if bits == 4 else _ERRORS8[stochastic] * (1.1 if block > 128 else 1.0)
-    return hook_of(pack, _Unpack(bits, block), error=error, digits=bits)
+    name = f"int{bits}({block}{options})"
+    pack = _Pack(name, declines, bits, block, stochastic, power, error=error, digits=bits)
+    return hook_of(pack, _Unpack(bits, block))
 
 
 @interned

@@ -61,8 +61,7 @@ def unrounded(hook: Hook) -> Hook | None:
 def for_budget(hook: Hook) -> Hook:
     """`hook`, an `offload`, for a budget that counts on what it sends, see `Terms.for_budget`."""
     pack: Any = hook.pack
-    pack = replace(pack, settings=replace(pack.settings, for_budget=True))
-    return hook_of(pack, hook.unpack, error=hook.error, digits=hook.digits)
+    return hook_of(replace(pack, settings=replace(pack.settings, for_budget=True)), hook.unpack)
 
 
 @dataclass(frozen=True)
@@ -290,6 +289,6 @@ def offload(
     limits = min_bytes, max_host_bytes, in_flight_bytes, max_stall_ms
     settings = OffloadSettings(then is None, *limits, rates, across_graphs)
     name = "offload" if then is None else f"offload({then.name})"
-    pack = _Pack(name, _Declines(min_bytes, then), settings, then, lossy=then is not None and then.lossy)
-    error, digits = (0.0, None) if then is None else (then.error, then.digits)
-    return hook_of(pack, _Unpack(then), error=error, digits=digits)
+    lossy, error, digits = (False, 0.0, None) if then is None else (then.lossy, then.error, then.digits)
+    pack = _Pack(name, _Declines(min_bytes, then), settings, then, lossy=lossy, error=error, digits=digits)
+    return hook_of(pack, _Unpack(then))

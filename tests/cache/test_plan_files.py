@@ -337,6 +337,7 @@ def missing(monkeypatch: Any, path: Path) -> None:
 @pytest.fixture(scope="module")
 def plans_file(tmp_path_factory) -> str:
     """What is in the file of a plan for `SMALL`."""
+    anew([])
     x = torch.randn(many_blocks.ROWS, WIDTH, requires_grad=True)
     path = tmp_path_factory.mktemp("plans") / "plans.json"
     saved(model_of(*SMALL), x, budget(peak_of(model_of(*SMALL), x, 0.85), max_error=0), path)
