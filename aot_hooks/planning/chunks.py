@@ -53,20 +53,20 @@ class _Search:
 
     Attributes:
         within: plans a joint graph; its second argument says whether a lenient budget may take the least.
-        tightest: the joint graph whose step without hooks has the lowest peak.
+        tightest: the joint graph whose step without hooks has the lowest peak, and how fine its chunks are.
         rows: of the plan that is taken: what was done with each last layer.
     """
 
     budget: Budget
     joint: GraphModule
     within: Callable[[GraphModule, bool], Planned]
-    tightest: GraphModule
+    tightest: tuple[GraphModule, int]
     rows: tuple[Chunked, ...] = ()
     errors: list[BudgetError] = field(default_factory=list)
 
-    def tried(self, gm: GraphModule) -> Planned | None:
+    def tried(self, gm: GraphModule, finer: int = 0) -> Planned | None:
         try:
-            return self.within(gm, False)
+            return _with_finer(self.within(gm, False), finer)
         except BudgetError as e:
             self.errors.append(e)
             return None
@@ -79,8 +79,8 @@ class _Search:
             self.rows = self.rows or found
             if not any(each.done for each in found) or (peak := _peak(stock(gm))) > _LOWER * lowest:
                 break
-            lowest, self.tightest = peak, gm
-            one = self.tried(gm)
+            lowest, self.tightest = peak, (gm, finer)
+            one = self.tried(gm, finer)
             if one is None or not _is_in_time(self.budget, one.plan, whole):
                 continue
             if best is None or _is_better(self.budget, one.plan, best.plan):
@@ -88,7 +88,8 @@ class _Search:
             if all(d.hook is KEEP for d in one.plan.decisions):
                 break
         if best is None and self.budget.lenient:
-            best = self.within(self.tightest, True)
+            gm, finer = self.tightest
+            best = _with_finer(self.within(gm, True), finer)
         if best is whole and whole is not None:
             self.rows = tuple(row.left("the step is predicted to be better with whole logits") for row in self.rows)
         return best
@@ -111,7 +112,9 @@ def with_chunks(
     """
     if CHUNK not in budget.allow:
         return within(joint, True)
-    search = _Search(budget, joint, within, joint)
+    if budget.recipe is not None:
+        return _as_before(budget.recipe.finer, joint, within)
+    search = _Search(budget, joint, within, (joint, 0))
     whole = search.tried(joint)
     if whole is not None and _fits_as_it_is(budget, whole.plan):
         return whole
@@ -127,6 +130,20 @@ def with_chunks(
     for row in rows:
         log.info("%r: %s", budget, row)
     return best._replace(plan=replace(best.plan, chunked=rows))
+
+
+def _as_before(finer: int, joint: GraphModule, within: Callable[[GraphModule, bool], Planned]) -> Planned:
+    """The plan of a recipe, whose chunks are that fine."""
+    gm, rows = chunked(joint, None, finer=finer) if finer else (joint, ())
+    found = _with_finer(within(gm, True), finer)
+    return found._replace(plan=replace(found.plan, chunked=tuple(row for row in rows if row.done)))
+
+
+def _with_finer(planned: Planned, finer: int) -> Planned:
+    recipe = planned.plan.recipe
+    if recipe is None:
+        return planned
+    return planned._replace(plan=replace(planned.plan, recipe=replace(recipe, finer=finer)))
 
 
 def _with_rows(error: BudgetError, rows: Sequence[Chunked]) -> BudgetError:

@@ -41,6 +41,7 @@ class Recipe:
         by_hand: the name of such a way for a graph that many calls of a step run, see by_hand.py; "" if it is none.
         apart: how many calls of the step hold the least, if not all are alike.
         drops_others: outputs beside the loss count as dropped before the backward.
+        finer: the loss is in chunks of the usual size divided by this, see chunks.py; 0 if it is not in chunks.
     """
 
     partition: tuple[Pick, ...] = ()
@@ -49,6 +50,7 @@ class Recipe:
     by_hand: str = ""
     apart: Apart | None = None
     drops_others: bool = False
+    finer: int = 0
 
     def as_data(self) -> dict[str, Any]:
         """For JSON."""
@@ -60,6 +62,7 @@ class Recipe:
             "by_hand": self.by_hand,
             "apart": apart,
             "drops_others": self.drops_others,
+            "finer": self.finer,
         }
 
     @staticmethod
@@ -76,6 +79,7 @@ class Recipe:
             str(data["by_hand"]),
             apart,
             bool(data["drops_others"]),
+            int(data["finer"]),
         )
 
 

@@ -152,3 +152,22 @@ def test_a_warm_start_has_the_chunks_and_other_means_miss(
     (made, plan, _), (loaded, stored, _) = found
     assert rows(stored) == rows(plan) and rows(plan)[0].done
     assert all(torch.equal(a, b) for a, b in zip(made, loaded, strict=True))
+
+
+@pytest.mark.filterwarnings("error:aot_hooks")
+def test_a_loaded_plan_has_the_chunks_of_the_saved_one(
+    ids: torch.Tensor, stock: aot_hooks.Plan, tmp_path: Path
+) -> None:
+    path, policy = tmp_path / "plans.json", budget(stock.peak_bytes // 2, max_error=0)
+    expected, saved, _ = trained(Model(), ids, policy)
+    assert saved.recipe.finer >= 1
+    assert aot_hooks.save_plans(path) == 1
+    aot_hooks.reset()
+    assert aot_hooks.load_plans(path) == 1
+    try:
+        found, plan, _ = trained(Model(), ids, policy)
+    finally:
+        aot_hooks.reset()
+    assert plan.recipe == saved.recipe and [row.count for row in rows(plan)] == [row.count for row in rows(saved)]
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
