@@ -33,6 +33,7 @@ from .plan import Choice, Plan, with_rows
 from .repeats import stop_saving
 
 _aten = torch.ops.aten
+_GATHERS = MOVES_BY_INDEX - MOVES
 GATHERED = Hook("gathered again", in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that does not cross, because the backward gathers it again. Never run."""
 
@@ -46,6 +47,9 @@ def gather_again(
     again, too: `lossless` means to save bytes, and this is an exact way. Returns the choices for values that
     no longer cross.
     """
+    gathered = _gathered(fw)
+    if not gathered:
+        return ()
     pairs = [(n, slot) for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)]
     slots = dict(pairs)
     alive = input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])
@@ -56,7 +60,7 @@ def gather_again(
     for choice in choices:
         node, slot = choice.value.fw_node, choice.value.bw_node
         own = hooks[node]
-        if own is None or (own is KEEP and not also_kept) or not slot.users:
+        if node not in gathered or own is None or (own is KEEP and not also_kept) or not slot.users:
             continue
         if storage_of(node) in alive or times[storage_of(node)] > 1:  # its bytes stay alive anyway
             continue
@@ -73,6 +77,16 @@ def gather_again(
             found.append(choice)
     stop_saving(fw, bw, num_fwd_outputs, gone)
     return tuple(found)
+
+
+def _gathered(fw: GraphModule) -> set[Node]:
+    """What a gather and moves after it have made. In most graphs there is nothing, and nothing else is looked at."""
+    found: set[Node] = set()
+    for node in fw.graph.nodes:
+        name = str(node.target)
+        if name in _GATHERS or (name in MOVES and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
 
 
 def with_gathers(plan: Plan, choices: Sequence[Choice]) -> Plan:
@@ -109,7 +123,9 @@ def _inverse(node: Node) -> _Undone | None:
     """What undoes `node`, if it is a transpose, or a view between constant sizes."""
     if node.op != "call_function" or len(node.all_input_nodes) != 1:
         return None
-    base = node.all_input_nodes[0].meta["val"]
+    base = node.all_input_nodes[0].meta.get("val")
+    if not isinstance(base, torch.Tensor):  # of several results
+        return None
     if node.target in (_aten.t.default, _aten.transpose.int):
         dimensions = node.args[1:] or (0, base.dim() - 1)
         return _Undone(node, _aten.transpose.int, dimensions)

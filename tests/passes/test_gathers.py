@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from oracle import total_error
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
 from aot_hooks import KEEP, bitmask, float8, int8, lossless, offload
@@ -125,3 +126,18 @@ def test_rows_chosen_by_a_mask_cross() -> None:
 def test_nothing_is_gathered_again_where_no_hook_packs() -> None:
     _, plan = step(routed(GATHERS["index"]), bitmask())
     assert gathered(plan) == []
+
+
+def test_rows_are_gathered_again_beside_checkpoints_that_draw_numbers() -> None:
+    """The nodes that save a random state have several results, none of them a view."""
+    experts = routed(GATHERS["index"])
+
+    def layer(x: Tensor, *weights: Tensor) -> Tensor:
+        return experts(checkpoint(lambda x: F.dropout(x.sin(), 0.5), x, use_reentrant=False), *weights)
+
+    torch.manual_seed(3)
+    exact, _ = step(layer, KEEP)
+    torch.manual_seed(3)
+    found, plan = step(layer, lossless())
+    assert len(gathered(plan)) == 1
+    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
