@@ -147,5 +147,5 @@ def _in_words(counts: Counter[Graph]) -> str:
     if torch.cuda.is_initialized():
         text += f", peak of the process {size_text(torch.cuda.max_memory_allocated())}"
     elif runs and not torch.cuda.is_available():
-        text += ", on a CPU, where hooks cost time and free nothing that is scarce"
+        text += ", on a CPU, whose memory is seldom what limits training"
     return text

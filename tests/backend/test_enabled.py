@@ -390,6 +390,8 @@ def test_the_log_says_after_the_first_step_and_at_the_end_that_it_works(caplog: 
     plans = [plan for block in (first_block, second_block) for plan in last_plans(block)]
     saved, packed = sum(plan.saved_bytes for plan in plans), sum(plan.packed_bytes for plan in plans)
     count = f"{len(plans)} graphs, {size_text(saved)} -> {size_text(packed)} saved"
+    if not torch.cuda.is_available():
+        count += ", on a CPU, whose memory is seldom what limits training"
     assert packed < saved and first == lines[:1]
     assert lines == [f"aot_hooks: enable(float8()): first step: {count}", f"aot_hooks: enable(float8()) ended: {count}"]
 
