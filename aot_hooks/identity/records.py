@@ -136,6 +136,8 @@ class Recording:
         _, hooks = self.choices.get(id(rule), (rule, {}))  # by row
         if hasattr(rule, "cache_hash") and hooks and not description.functions:
             hooks = {None: rule}  # a hook whose `declines` reads no row: one choice for all
+        if getattr(rule, "decides_for_graph", False):
+            hooks = {None: rule}  # a budget chooses among all of its means
         choices = {at: self._chosen_hook(hook) for at, hook in {id(hook): hook for hook in hooks.values()}.items()}
         for row, hook in hooks.items():
             declined = () if row is None else _declined(hook, described(hook).functions, row)

@@ -183,3 +183,24 @@ def test_the_stated_error_is_that_of_normal_data(hook):
 @pytest.mark.core
 def test_exact_hooks_state_it():
     assert aot_hooks.offload().error == aot_hooks.bitmask().error == aot_hooks.lossless().error == 0
+
+
+def test_a_means_that_computes_something_else_is_noticed() -> None:
+    """Its functions close over a number that changes: one new plan each time, none for a number that was there."""
+    model, x = model_of(*[nn.Sequential(nn.GELU(), nn.Linear(256, 256)) for _ in range(3)])
+    stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP, inner="aten")
+    exact = gradients(model, model, x)
+
+    def within(factor: float) -> aot_hooks.Policy:
+        half = Hook("half", lambda x: pack(x * factor), unpack, lossy=True, error=3e-4, digits=11)
+        return budget(int(0.9 * stock.peak_bytes), allow=(half,))
+
+    run = torch.compile(model, backend="aot_hooks", options=ATEN)
+    counts, errors = [], []
+    for factor in (1.0, 1.0, 2.0, 1.0):
+        with aot_hooks.saved_tensors_policy(within(factor)):
+            found = gradients(run, model, x)
+        counts.append(len(aot_hooks.last_plans(run)))
+        errors.append(max(float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)))
+    assert counts == [1, 1, 2, 2]
+    assert max(errors[0], errors[1], errors[3]) < 1e-3 and errors[2] > 0.3
