@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..graphs.nodes import MADE_EARLY
 from ..graphs.rows import Kept, Read, Rows, Step, is_conversion, is_tensor, shape_of
+from ..torch_private import aot
 from ..torch_private.values import computed_from, expression, is_operator, symbols_of
 from .chunk_order import wait_for
 from .edits import run_on_fakes
@@ -277,6 +278,8 @@ def size_of_inputs(graph: Graph, size: Any, add: Callable[..., Node]) -> Node | 
     def known(text: str) -> Node | None:
         found = None
         for node in graph.find_nodes(op="placeholder"):
+            if aot.is_tangent(node):  # the forward can't read it
+                continue
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt) and expression(value) == text:
                 return node  # type: ignore[no-any-return]
@@ -430,9 +433,12 @@ def _finished(loop: Loop, part: Node, scale: Node | None, dtype: torch.dtype) ->
 def place_in_order(gm: GraphModule) -> None:
     """Move each node behind its inputs: those at the end of the graph to their first readers.
 
+    What is written to inputs comes last, so that nodes at the end of the graph read what was there before.
     Raises `ValueError` if a node needs its own result.
     """
     graph = gm.graph
+    for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):
+        graph.output_node().prepend(node)
     placed: set[Node] = set(graph.find_nodes(op="placeholder"))
     order: list[Node] = []
     for node in list(graph.nodes):

@@ -278,3 +278,57 @@ def test_enable_takes_the_option() -> None:
         run = torch.compile(module)
         assert_close(gradients(module, run, x, labels), expected)
     assert [row.done for row in notes(run)] == [True]
+
+
+class Centered(Model):
+    """Scores of tokens that read a buffer, which the forward writes to afterwards."""
+
+    def __init__(self, words: int = WORDS, width: int = WIDTH) -> None:
+        super().__init__(words, width)
+        self.register_buffer("center", torch.zeros(words))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = torch.logsumexp(self.head(self.norm(x)) - self.center, -1)
+        with torch.no_grad():
+            self.center.add_(torch.arange(self.center.numel()) / 8)
+        return scores
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_chunks_read_a_buffer_before_the_step_writes_to_it(trains: bool) -> None:
+    torch.manual_seed(0)
+    ours, eager = Centered(), Centered()
+    eager.load_state_dict(ours.state_dict())
+    run, inputs = compiled(ours, policy=aot_hooks.lossless()), example()
+    for _ in range(3):
+        with torch.set_grad_enabled(trains):
+            found, expected = run(*inputs), eager(*inputs)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(ours.center, eager.center)
+    assert [row.done for row in notes(run)] == [True] * trains
+
+
+class Shifted(Model):
+    """What each token but the last adds to the loss: sizes of outputs are that of the input less one."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.logsumexp(self.head(self.norm(x))[:, :-1], -1)
+
+
+def test_chunks_of_scores_with_sizes_of_their_own() -> None:
+    torch.manual_seed(0)
+    module = Shifted()
+    torch._dynamo.reset()
+    options = ATEN | {"chunk": 16, "policy": aot_hooks.lossless()}
+    run = torch.compile(module, backend="aot_hooks", options=options, dynamic=True)
+    for count in (50, 64, 90):
+        inputs = example(count)
+        module.zero_grad()
+        found = run(*inputs)
+        found.sum().backward()
+        ours = module.head.weight.grad.clone()
+        module.zero_grad()
+        expected = module(*inputs)
+        expected.sum().backward()
+        assert_close([found.detach(), ours], [expected.detach(), module.head.weight.grad])
+    assert all(row.done for row in notes(run)) and len(notes(run)) == 1
