@@ -572,10 +572,9 @@ def planning_partition(
             def without_hooks() -> tuple[tuple[LivePoint, ...], float]:
                 return stocks[as_it_is].live, stocks[as_it_is].ms
 
-            def within(gm: GraphModule, lenient: bool) -> Planned:
-                found = Planner.partition(
-                    gm, partial(split, gm), without_hooks, rewritten, setting, lenient=lenient, **own, **parts
-                )
+            def within(gm: GraphModule, lenient: bool, follows: bool | None = None) -> Planned:
+                how = own | parts | {"lenient": lenient, "follows": follows}
+                found = Planner.partition(gm, partial(split, gm), without_hooks, rewritten, setting, **how)
                 return Planned(*found[:2], with_casts(with_reasons(found[2], unpacked), stocks[gm].casts))
 
             def stock(gm: GraphModule) -> tuple[LivePoint, ...]:

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch.fx import GraphModule
 
@@ -24,6 +24,7 @@ from ..passes.chunk import Chunked, chunked, with_peak
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Plan
 from .budget import Budget
+from .recipe import Refused, warn_of_refused
 
 log = logging.getLogger("aot_hooks")
 CHUNK = "chunk"  # the name of the means in `allow`
@@ -47,26 +48,38 @@ class Planned(NamedTuple):
     plan: Plan
 
 
+class Within(Protocol):
+    """Plans a joint graph. Arguments as of `partition_within`, which says what it raises."""
+
+    def __call__(self, gm: GraphModule, lenient: bool, follows: bool | None = None) -> Planned: ...
+
+
+class _Tightest(NamedTuple):
+    """The joint graph whose step without hooks has the lowest peak, with how fine its chunks are, and their rows."""
+
+    gm: GraphModule
+    finer: int
+    rows: tuple[Chunked, ...]
+
+
 @dataclass
 class _Search:
     """Plans of one joint graph, without chunks and with them.
 
     Attributes:
-        within: plans a joint graph; its second argument says whether a lenient budget may take the least.
-        tightest: the joint graph whose step without hooks has the lowest peak, and how fine its chunks are.
         rows: of the plan that is taken: what was done with each last layer.
     """
 
     budget: Budget
     joint: GraphModule
-    within: Callable[[GraphModule, bool], Planned]
-    tightest: tuple[GraphModule, int]
+    within: Within
+    tightest: _Tightest
     rows: tuple[Chunked, ...] = ()
     errors: list[BudgetError] = field(default_factory=list)
 
     def tried(self, gm: GraphModule, finer: int = 0) -> Planned | None:
         try:
-            return _with_finer(self.within(gm, False), finer)
+            return _with_finer(self.within(gm, False, follows=False), finer)
         except BudgetError as e:
             self.errors.append(e)
             return None
@@ -79,7 +92,7 @@ class _Search:
             self.rows = self.rows or found
             if not any(each.done for each in found) or (peak := _peak(stock(gm))) > _LOWER * lowest:
                 break
-            lowest, self.tightest = peak, (gm, finer)
+            lowest, self.tightest = peak, _Tightest(gm, finer, found)
             one = self.tried(gm, finer)
             if one is None or not _is_in_time(self.budget, one.plan, whole):
                 continue
@@ -88,9 +101,9 @@ class _Search:
             if all(d.hook is KEEP for d in one.plan.decisions):
                 break
         if best is None and self.budget.lenient:
-            gm, finer = self.tightest
-            best = _with_finer(self.within(gm, True), finer)
-        if best is whole and whole is not None:
+            gm, finer, rows = self.tightest
+            best, self.rows = _with_finer(self.within(gm, True, follows=False), finer), rows or self.rows
+        if best is not None and (best is whole or not best.plan.recipe.finer):
             self.rows = tuple(row.left("the step is predicted to be better with whole logits") for row in self.rows)
         return best
 
@@ -98,7 +111,7 @@ class _Search:
 def with_chunks(
     budget: Budget,
     joint: GraphModule,
-    within: Callable[[GraphModule, bool], Planned],
+    within: Within,
     stock: Callable[[GraphModule], Sequence[LivePoint]],
 ) -> Planned:
     """The plan of `joint`, or of `joint` with its loss in chunks if that is better.
@@ -106,21 +119,24 @@ def with_chunks(
     The plan has a row for each loss that is in chunks, and for each one whose logits hold the peak.
 
     Args:
-        within: plans a joint graph. Where nothing fits it raises `BudgetError`, or takes the least, with a warning, if
-            the budget and its second argument allow that.
+        within: plans a joint graph.
         stock: the live bytes of a joint graph without hooks.
     """
     if CHUNK not in budget.allow:
         return within(joint, True)
+    top = max(stock(joint), key=lambda point: point.live_bytes, default=None)  # and merges what repeats in `joint`
+    peak_node = "" if top is None else top.node
     if budget.recipe is not None:
-        return _as_before(budget.recipe.finer, joint, within)
-    search = _Search(budget, joint, within, (joint, 0))
+        try:
+            return _as_before(budget.recipe.finer, joint, within, peak_node)
+        except Refused as e:
+            warn_of_refused(budget, e)
+    search = _Search(budget, joint, within, _Tightest(joint, 0, ()))
     whole = search.tried(joint)
     if whole is not None and _fits_as_it_is(budget, whole.plan):
         return whole
     best = search.best(whole, stock)
-    top = max(stock(joint), key=lambda point: point.live_bytes, default=None)
-    rows = with_peak(joint, search.rows, "" if top is None else top.node)
+    rows = with_peak(joint, search.rows, peak_node)
     rows = tuple(row for row in rows if row.done or row.holds_peak)
     if best is None:
         error = min(search.errors, key=lambda e: e.least_bytes or math.inf)
@@ -132,11 +148,12 @@ def with_chunks(
     return best._replace(plan=replace(best.plan, chunked=rows))
 
 
-def _as_before(finer: int, joint: GraphModule, within: Callable[[GraphModule, bool], Planned]) -> Planned:
-    """The plan of a recipe, whose chunks are that fine."""
+def _as_before(finer: int, joint: GraphModule, within: Within, peak_node: str) -> Planned:
+    """The plan of a recipe, whose chunks are that fine. Raises `Refused` if it can't be followed."""
     gm, rows = chunked(joint, None, finer=finer) if finer else (joint, ())
-    found = _with_finer(within(gm, True), finer)
-    return found._replace(plan=replace(found.plan, chunked=tuple(row for row in rows if row.done)))
+    found = _with_finer(within(gm, True, follows=True), finer)
+    rows = with_peak(joint, [row for row in rows if row.done], peak_node)
+    return found._replace(plan=replace(found.plan, chunked=rows))
 
 
 def _with_finer(planned: Planned, finer: int) -> Planned:

@@ -12,13 +12,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..errors import AotHooksError
+from ..errors import AotHooksError, CacheWarning, warn_user
 from .solver import Solution
 from .step import KEPT, Apart, Moment, Option, Step, Value
 
 
 class Refused(AotHooksError):
     """A recipe can't be followed in these graphs; the message says why."""
+
+
+def warn_of_refused(budget: Any, why: Refused) -> None:
+    warn_user(
+        f"aot_hooks: {budget!r}: the loaded plan of a graph is not used, because {why}. The graph is planned anew",
+        CacheWarning,
+    )
 
 
 class Pick(NamedTuple):

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from ..errors import BudgetError, BudgetWarning, CacheWarning, warn_user
+from ..errors import BudgetError, BudgetWarning, warn_user
 from ..graphs.lifetimes import on_cuda
 from ..graphs.nodes import storage_of
 from ..graphs.roofline import has_formula
@@ -39,7 +39,7 @@ from .apart import GAIN, Ways, as_data, is_faster
 from .budget import Budget, fitted, mib
 from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
 from .options import Graphs, layers_of, step_of
-from .recipe import Recipe, Refused, chosen_again, picks_of
+from .recipe import Recipe, Refused, chosen_again, picks_of, warn_of_refused
 from .recomputation import of_blocks
 from .search import NEAR, Limits, Tried, nothing, search
 from .solver import Solution
@@ -88,6 +88,7 @@ def partition_within(
     launched: bool,
     unpacked: Unpacked = NOTHING,
     lenient: bool = True,
+    follows: bool | None = None,
 ) -> _Planned:
     """The two graphs with the budget of `setting` met, and their plan with live bytes and times.
 
@@ -98,9 +99,11 @@ def partition_within(
         launched: the host launches each kernel, not a CUDA graph.
         unpacked: saved tensors that no hook may round.
         lenient: if nothing fits and the budget is lenient, take the least.
+        follows: whether the budget's recipe is followed. None: if it can be; otherwise a warning says why not.
 
     Raises:
         BudgetError: no choice stays under the peak.
+        Refused: the recipe can't be followed, and `follows` is True.
     """
     budget: Any = setting.rule
     assert isinstance(budget, Budget)
@@ -112,16 +115,14 @@ def partition_within(
         return Graphs(fw, bw, *parts, drops_others=drops_others)
 
     within = functools.partial(_partition, joint, graphs, without_hooks, rewrite, setting)
-    if budget.recipe is not None:
+    if budget.recipe is not None and follows is not False:
         try:
             return _made_again(budget, joint, graphs, without_hooks, rewrite, setting)
         except Refused as e:
-            warn_user(
-                f"aot_hooks: {budget!r}: the loaded plan of a graph is not used, because {e}. "
-                "The graph is planned anew",
-                CacheWarning,
-            )
-            budget = replace(budget, recipe=None)
+            if follows:
+                raise
+            warn_of_refused(budget, e)
+    budget = replace(budget, recipe=None)
     strict = replace(budget, lenient=False)
     ways = [strict]
     if strict.moments_at_least:  # other graphs hold their least, in place of their share of the budget

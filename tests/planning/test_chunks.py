@@ -14,8 +14,9 @@ from steps import ATEN
 from torch import nn
 
 import aot_hooks
-from aot_hooks.errors import BudgetError, error_behind
+from aot_hooks.errors import BudgetError, CacheWarning, error_behind
 from aot_hooks.passes.chunk import Chunked
+from aot_hooks.planning import within
 from aot_hooks.planning.budget import ALLOWED
 
 WORDS, WIDTH, TOKENS = 4096, 32, 1024  # Logits of 16 MiB are the least that is worth chunks.
@@ -50,9 +51,13 @@ def stock(ids: torch.Tensor) -> aot_hooks.Plan:
     return aot_hooks.plan(Model(), ids, policy=aot_hooks.KEEP, inner="aten")
 
 
-def trained(model: nn.Module, ids: torch.Tensor, policy: Any) -> tuple[list[torch.Tensor], aot_hooks.Plan, Any]:
-    """The loss and gradients of a step, its plan, and the step."""
+def trained(
+    model: nn.Module, ids: torch.Tensor, policy: Any, plans: Path | None = None
+) -> tuple[list[torch.Tensor], aot_hooks.Plan, Any]:
+    """The loss and gradients of a step, its plan, and the step. `plans`: a file to load."""
     torch._dynamo.reset()
+    if plans is not None:
+        assert aot_hooks.load_plans(plans) == 1
     model.zero_grad(set_to_none=True)
     run = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": policy})
     loss = run(ids)
@@ -156,18 +161,32 @@ def test_a_warm_start_has_the_chunks_and_other_means_miss(
 
 @pytest.mark.filterwarnings("error:aot_hooks")
 def test_a_loaded_plan_has_the_chunks_of_the_saved_one(
-    ids: torch.Tensor, stock: aot_hooks.Plan, tmp_path: Path
+    ids: torch.Tensor, stock: aot_hooks.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, policy = tmp_path / "plans.json", budget(stock.peak_bytes // 2, max_error=0)
     expected, saved, _ = trained(Model(), ids, policy)
     assert saved.recipe.finer >= 1
     assert aot_hooks.save_plans(path) == 1
-    aot_hooks.reset()
-    assert aot_hooks.load_plans(path) == 1
-    try:
-        found, plan, _ = trained(Model(), ids, policy)
-    finally:
-        aot_hooks.reset()
-    assert plan.recipe == saved.recipe and [row.count for row in rows(plan)] == [row.count for row in rows(saved)]
+    monkeypatch.setattr(within, "search", None)
+    found, plan, _ = trained(Model(), ids, policy, path)
+    assert plan.recipe == saved.recipe and rows(plan) == rows(saved)
+    assert (plan.before_ms, plan.after_ms, plan.peak_bytes) == (saved.before_ms, saved.after_ms, saved.peak_bytes)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_loaded_plan_that_does_not_fit_is_searched_for_with_chunks(
+    ids: torch.Tensor, stock: aot_hooks.Plan, tmp_path: Path
+) -> None:
+    """It was saved without an optimizer, whose state takes a part of the total."""
+    path = tmp_path / "plans.json"
+    weights = sum(4 * p.numel() for p in Model().parameters())
+    policy = budget(total=weights + 8 * ids.numel() + int(1.01 * stock.peak_bytes), max_error=0)
+    _, saved, _ = trained(Model(), ids, policy)
+    assert saved.recipe.finer == 0 and aot_hooks.save_plans(path) == 1
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())  # it is found by its parameters
+    with pytest.warns(CacheWarning, match="planned anew"):
+        _, plan, _ = trained(model, ids, policy, path)
+    assert plan.recipe.finer >= 1 and [row.done for row in rows(plan)] == [True]
+    del optimizer
