@@ -18,6 +18,10 @@ from .nodes import op_name, view_source
 
 _aten = torch.ops.aten
 _SOFTMAX = "aten._softmax.default"
+# Views that have whole rows of the argument, if the last size is the same. A column of a square matrix is no such row.
+_SAME_ROWS = frozenset(
+    f"aten.{name}.default" for name in ("alias", "detach", "expand", "unsqueeze", "view", "_unsafe_view")
+)
 
 
 def summed_dimension(node: Node) -> int | None:
@@ -29,7 +33,7 @@ def summed_dimension(node: Node) -> int | None:
     value = node.meta["val"]
     moved = False
     while (source := view_source(node)) is not None:
-        if node.target in (_aten.t.default, _aten.transpose.int, _aten.permute.default):
+        if str(node.target) not in _SAME_ROWS:
             return None
         moved |= node.target not in (_aten.alias.default, _aten.detach.default)
         node = source
@@ -64,4 +68,5 @@ def is_division_by_sum(node: Node, exponentials: Node) -> bool:
 def as_probabilities(y: torch.Tensor, dimension: int) -> torch.Tensor:
     """`y`, divided by its sum along `dimension`; at least in single precision inside."""
     wide = y if y.dtype is torch.float64 else y.float()
-    return (wide / wide.sum(dimension, keepdim=True)).to(y.dtype)
+    total = wide.sum(dimension, keepdim=True)
+    return (wide / total.masked_fill(total == 0, 1.0)).to(y.dtype)  # rounded to zeros

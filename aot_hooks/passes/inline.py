@@ -274,6 +274,8 @@ def _as_probabilities(bw: GraphModule, y: Node, dimension: int) -> Node:
     convert = torch.ops.prims.convert_element_type.default
     wide = y if dtype in (torch.float32, torch.float64) else call(bw.graph, convert, y, torch.float32)
     total = call(bw.graph, torch.ops.aten.sum.dim_IntList, wide, [dimension], True)
+    zero = call(bw.graph, torch.ops.aten.eq.Scalar, total, 0)
+    total = call(bw.graph, torch.ops.aten.masked_fill.Scalar, total, zero, 1.0)
     made = call(bw.graph, torch.ops.aten.div.Tensor, wide, total)
     return made if wide is y else call(bw.graph, convert, made, dtype)
 

@@ -80,6 +80,34 @@ def test_probabilities_add_up_to_one(dtype: torch.dtype) -> None:
     assert (made.double().sum(-1) - 1).abs().max() <= 2 * torch.finfo(dtype).eps * 2
 
 
+@pytest.mark.parametrize(
+    "view", [lambda p: p[:, :, 0], lambda p: p.diagonal(dim1=1, dim2=2)], ids=["column", "diagonal"]
+)
+def test_other_views_of_probabilities_are_not_divided(view: Callable[[Tensor], Tensor]) -> None:
+    """A column and the diagonal of a square matrix have as many numbers as a row, but another sum."""
+
+    def fn(h: Tensor, w: Tensor) -> Tensor:
+        return (view(torch.softmax(h * 3.0, -1)) * w).sum()
+
+    make = torch.Generator().manual_seed(0)
+    h, w = torch.randn(4, WIDTH, WIDTH, generator=make), torch.randn(4, WIDTH, generator=make).requires_grad_()
+    compiled = torch.compile(fn, backend="aot_hooks", options={"inner": "aten", "policy": float8()})
+    (exact,), (found,) = (torch.autograd.grad(run(h, w), [w]) for run in (fn, compiled))
+    assert any(d.hook == float8() for plan in aot_hooks.last_plans(compiled) for d in plan.decisions)
+    assert 0 < total_error([found], [exact]) <= 0.04
+
+
+def test_probabilities_that_are_rounded_to_zeros_stay_zeros() -> None:
+    """They have no sum to be divided by."""
+    sparse = aot_hooks.Hook("sparse", lambda x: torch.where(x.abs() > 0.05, x, 0), lambda p: p, lossy=True)
+    args = data(0.01)
+    assert torch.softmax(args[0].detach(), -1).max() < 0.05
+    compiled = torch.compile(scores, backend="aot_hooks", options={"inner": "aten", "policy": sparse})
+    assert torch.equal(gradients(compiled, *args)[0], torch.zeros(ROWS, EXPERTS))
+    with aot_hooks.saved_tensors_policy(sparse):
+        assert torch.isfinite(gradients(scores, *args)[0]).all()
+
+
 @pytest.mark.slow
 def test_exponentials_become_probabilities_with_inductor() -> None:
     """There the forward may save the exponentials, and the backward divides them by their sum."""
