@@ -70,7 +70,8 @@ def gather_again(
         if not any(n not in undone and str(n.target) not in MOVES for n in chain):
             continue
         data = [undone[n].saved if n in undone else n.all_input_nodes[0] for n in chain]
-        if all(hooks.get(n, KEEP) in (own, KEEP) for n in data if n in sources and _is_float(n)):
+        same = (own, KEEP) if own.lossy or own.error == 0 or own is KEEP else ()  # a user's functions run as asked
+        if all(hooks.get(n, KEEP) in same for n in data if n in sources and _is_float(n)):
             slot.replace_all_uses_with(_made_again(bw, chain, sources, undone, min(slot.users)))
             del slots[node]
             gone.append((node, slot))
@@ -123,14 +124,15 @@ def _inverse(node: Node) -> _Undone | None:
     """What undoes `node`, if it is a transpose, or a view between constant sizes."""
     if node.op != "call_function" or len(node.all_input_nodes) != 1:
         return None
+    args: Any = node.args
     base = node.all_input_nodes[0].meta.get("val")
     if not isinstance(base, torch.Tensor):  # of several results
         return None
     if node.target in (_aten.t.default, _aten.transpose.int):
-        dimensions = node.args[1:] or (0, base.dim() - 1)
+        dimensions = args[1:] or (0, base.dim() - 1)
         return _Undone(node, _aten.transpose.int, dimensions)
     if node.target is _aten.permute.default:
-        order = [d % base.dim() for d in node.args[1]]  # type: ignore[union-attr]
+        order = [d % base.dim() for d in args[1]]
         return _Undone(node, _aten.permute.default, (sorted(range(len(order)), key=order.__getitem__),))
     if node.target is _aten.view.default and all(isinstance(n, int) for n in base.shape):
         return _Undone(node, _aten.view.default, (list(base.shape),))

@@ -109,6 +109,18 @@ def test_rows_of_an_unpacked_tensor_are_gathered_from_it() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
 
 
+def test_functions_of_a_user_are_applied_to_gathered_rows() -> None:
+    """As asked: they need not do to rows what they do to the tensor that the rows come from."""
+
+    def pack(x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True) if x.is_floating_point() else x
+
+    centered = aot_hooks.Hook("centered", pack, lambda p: p)
+    _, plan = step(routed(GATHERS["index"]), centered)
+    assert gathered(plan) == []
+    assert any(d.saved.op == "aten.index.Tensor" and d.hook == centered for d in plan.decisions)
+
+
 def test_rows_chosen_by_a_mask_cross() -> None:
     """How many there are is known from the mask's values only."""
 
