@@ -13,6 +13,7 @@ If its graphs packed something, a step pays for a counter in eager parts, and a 
 from __future__ import annotations
 
 import collections
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,7 @@ from .steps.schedule import DECIDED_LATER
 from .torch_private import aot
 from .torch_private.autograd import at_end_of_backward
 
+log = logging.getLogger("aot_hooks")
 _SHOWN = 8
 _INSTEAD_OF_CHECKPOINTING = (
     "Take the checkpoint out where the hooks leave enough memory, which costs less time, or a part of its blocks"
@@ -142,7 +144,10 @@ def warning_if_unused(run: Callable[..., Any], suspects: list[Setting]) -> Calla
 
 
 def _warn_of(suspects: list[Setting]) -> None:
-    """Warn of each of `suspects` that has packed nothing so far or little, and of each key that has matched nothing."""
+    """Warn of each of `suspects` that has packed nothing so far, and of each key that has matched nothing.
+
+    Say of the others what checkpoints take from them.
+    """
     for setting in suspects:
         use = _uses.get(setting.text)
         if use is None:
@@ -167,11 +172,11 @@ def _warn_of(suspects: list[Setting]) -> None:
                 "aot_hooks.print_report(aot_hooks.last_plans(compiled)) shows each",
             )
         elif use.only_beside_checkpoints and not use.unmatched:
-            _warn(
+            # It may be meant: some blocks under checkpoints, or their inputs packed. So this is no warning.
+            _inform(
                 (setting.text, "checkpoints"),
-                f"{setting.title} decides for what torch.utils.checkpoint leaves, which is the inputs of its parts: "
-                "inside of the compiled function it has the rest computed again, whatever hooks could do. "
-                f"{_INSTEAD_OF_CHECKPOINTING}",
+                f"{setting.title} decides for what torch.utils.checkpoint leaves: inside of the compiled function it "
+                f"has its parts computed again, whatever hooks could do. {_INSTEAD_OF_CHECKPOINTING}",
             )
         for policy, key in use.unmatched:
             names = sorted(filter(None, use.seen.get(policy.function, ())))
@@ -256,8 +261,18 @@ def not_chunked(found: Sequence[Chunked]) -> None:
 
 def _warn(about: tuple[str, str], message: str) -> None:
     """Warn once about each subject, at the user's line."""
+    if _is_new(about):
+        warn_user(f"aot_hooks: {message}", UnusedWarning)
+
+
+def _inform(about: tuple[str, str], message: str) -> None:
+    """Log once about each subject, at level INFO."""
+    if _is_new(about):
+        log.info("aot_hooks: %s", message)
+
+
+def _is_new(about: tuple[str, str]) -> bool:
     with _lock:
         known = about in _warned
         _warned.add(about)
-    if not known:
-        warn_user(f"aot_hooks: {message}", UnusedWarning)
+    return not known
