@@ -52,12 +52,15 @@ class Ranks:
         self._members = torch_distributed.ranks_of(groups)
         self._name, self._calls = name, 0
         self.recordings = 0  # how many the ranks have made together
-        self._group = dist.new_group(
-            self._members,
-            backend="gloo",
-            timeout=torch_distributed.timeout_of_default_group(),
-            use_local_synchronization=True,
-        )
+        try:
+            self._group = dist.new_group(
+                self._members,
+                backend="gloo",
+                timeout=torch_distributed.timeout_of_default_group(),
+                use_local_synchronization=True,
+            )
+        except RuntimeError as error:
+            raise self._error(error) from error
 
     def shared(
         self, applying: Collection[int], *, could_record: bool, is_refused: bool

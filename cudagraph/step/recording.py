@@ -104,6 +104,7 @@ class StepRecording:
     pool: Any
     blocks: set[int]  # addresses in `pool` that are in use between replays
     gradients_in_use: set[StorageWeakRef]  # of other recordings during the capture: no replay writes there
+    talks: bool  # whether it has collectives, as far as operators were watched
     owner: Owner  # lives as long as the recording; see tree/capture.py
 
     def __post_init__(self) -> None:
@@ -327,7 +328,7 @@ def record(
         ]
         recording = StepRecording(
             key, host, numbers, outputs, inputs, gradients, [*tensors, *gradients.static], written, results,
-            result_spec, update, graph, cursor, pool, blocks, gradients_in_use, owner,
+            result_spec, update, graph, cursor, pool, blocks, gradients_in_use, watch.talks, owner,
         )  # fmt: skip
         if (aliased := recording.aliased(flat)) is not None:
             raise CannotCapture(f"writes to the memory of input {aliased}; give it a copy")

@@ -63,6 +63,7 @@ class OperatorWatch:
         self.known: set[int | None] = {None, *inputs, *map(torch_cuda.storage_key, known)}
         self.written: set[int | None] = set()  # identities of storages
         self.buckets: dict[int, torch.UntypedStorage] = {}  # those of reducers on the device
+        self.talks = False  # whether an operator was a collective
         self.made: dict[int, torch.UntypedStorage] = {}  # those that the step made on the CPU
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -117,6 +118,7 @@ class OperatorWatch:
                 return SIZE
         elif not on_host and torch.Tag.dynamic_output_shape in func.tags:
             return SIZE
+        self.talks |= func.namespace in COLLECTIVES
         if func.namespace in COLLECTIVES and name.endswith(ON_THE_HOST):
             return "waits for other processes on the host, or talks to one of them alone"
         for x in tensors_in(written_by_collective(func, args) or torch_cuda.written_arguments(func, args, kwargs)):

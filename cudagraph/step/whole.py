@@ -201,7 +201,8 @@ class WholeStep:
             if run_as_they_are():  # a part of a step around it
                 return self._as_it_is(flat, spec)
             key = key_of(flat, spec)
-            if self.ranks is None and self.latest is not None and self.latest.applies(key, flat):
+            alone = self.ranks is None and not self.talks_in
+            if alone and self.latest is not None and self.latest.applies(key, flat):
                 return self.latest.replay(flat)
             if self.talks_in and self.ranks is None:
                 self.ranks = Ranks(self.talks_in, self.name)
@@ -455,6 +456,9 @@ class WholeStep:
                 reads_gradients=self.reads_gradients,
                 calls_compiled=self.calls_compiled,
             )
+            if recording.talks and self.ranks is None and sequence_numbers():
+                recording.close()  # made by this rank alone; a call that runs uncaptured finds the groups
+                return FailedCapture("it talks to other processes, as no call before did", may_succeed=True)
             now = None if recording.applies(key, flat) else self._host()
             if now is None or recording.applies(key, flat, now):
                 return recording

@@ -74,8 +74,11 @@ def sequence_numbers() -> dict[Any, int]:
 
 def ranks_of(groups: Collection[Any]) -> list[int]:
     """The ranks of a group, or those of the default group if there are several."""
-    (group,) = groups if len(groups) == 1 else (dist.group.WORLD,)
-    return dist.get_process_group_ranks(group)
+    members = [set(dist.get_process_group_ranks(group)) for group in groups]
+    largest = max(members, key=len)
+    if all(each <= largest for each in members):
+        return sorted(largest)
+    return dist.get_process_group_ranks(dist.group.WORLD)
 
 
 def timeout_of_default_group() -> datetime.timedelta:

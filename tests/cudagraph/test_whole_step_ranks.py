@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pathlib
 import traceback
+import types
 
 import pytest
 import torch
@@ -242,6 +243,44 @@ def local_step(rank):
         assert step.ranks is None and cudagraph.stats()["replays"] == 3
 
 
+def averaging(rank, averages, sizes):
+    """A step that averages gradients where `averages(i)`, a number that the host changes, and sends nothing else."""
+    ours = model()
+    eager = copy.deepcopy(ours)
+    state = types.SimpleNamespace(call=0)
+
+    def make(model, optimizer):
+        def step(x, y):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            if averages(state.call):
+                for p in model.parameters():
+                    dist.all_reduce(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    step, expected = cudagraph.whole_step(make(ours, sgd(ours)), state=state), make(eager, sgd(eager))
+    for i in range(12):
+        state.call = i
+        x, y = batch(i, rank, sizes(i))
+        assert torch.equal(step(x, y), expected(x, y).detach()), f"loss of step {i}"
+    for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def talks_each_fourth_call(rank):
+    """The first three calls send nothing. Another batch follows the first exchange, on one rank alone."""
+    averaging(rank, lambda i: i % 4 == 3, lambda i: 4 if (i, rank) == (5, 1) else 6)
+
+
+def talks_later(rank):
+    """A branch that no call has run before is not recorded at once, or the ranks would not know that it talks."""
+    averaging(rank, lambda i: i >= 6, lambda i: 4 if rank == 1 and i in (8, 10) else 6)
+
+
 def find_unused(rank):
     ours, eager = models(find_unused_parameters=True)
     optimizers = sgd(ours), sgd(eager)
@@ -327,7 +366,8 @@ def gone(rank):
 
 CASES = (
     ddp, ddp_views, ddp_no_sync, ddp_accumulate, ddp_hook, other_shapes, own_collective, fails_on_one_rank,
-    refused_on_one_rank, local_step, find_unused, fsdp, fsdp_mixed, fsdp_own_step, fsdp_fails, tensor_parallel, gone,
+    refused_on_one_rank, local_step, talks_each_fourth_call, talks_later, find_unused, fsdp, fsdp_mixed, fsdp_own_step,
+    fsdp_fails, tensor_parallel, gone,
 )  # fmt: skip
 
 
