@@ -21,6 +21,7 @@ from aot_hooks.errors import BudgetError
 from aot_hooks.passes.plan import InStep, Plan
 from aot_hooks.planning import apart, many, within
 from aot_hooks.planning.apart import Ways, tried_counts
+from aot_hooks.planning.recipe import Recipe
 from aot_hooks.planning.step import RECOMPUTE, Apart, Option, Value
 from aot_hooks.planning.step import Step as PlannedStep
 from aot_hooks.planning.versions import Mode, Version
@@ -290,7 +291,8 @@ def test_calls_are_apart_if_their_graphs_are_faster_so_not_if_the_program_says_i
     asked = []
 
     def plan(ratio: float) -> Any:
-        return None, None, Plan((), before_ms=10.0, after_ms=10.0 * ratio, in_step=InStep(4, 0))
+        times = {"before_ms": 10.0, "after_ms": 10.0 * ratio}
+        return None, None, Plan((), in_step=InStep(4, 0), recipe=Recipe(), **times)
 
     def planned(way: Apart) -> Any:
         asked.append(way.tight_calls)
