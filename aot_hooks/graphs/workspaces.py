@@ -36,6 +36,8 @@ def workspace_bytes(node: Node) -> int:
         return _convolution(node, _value(node, "input"), _value(node, "weight"), _value(node, "grad_output"), True)
     if name == "native_dropout":  # the mask as numbers of the argument's dtype
         return tensor_bytes(first) if argument_called("train", node) is not False else 0
+    if name in ("scatter", "scatter_add", "scatter_reduce"):  # computed in float32
+        return 4 * torch_values.hint(first.numel()) if first.dtype in (torch.bfloat16, torch.float16) else 0
     if name == "native_batch_norm_backward":
         return tensor_bytes(first)
     if name.startswith("upsample_"):  # both in channels-last order

@@ -74,7 +74,10 @@ def test_other_operators_take_at_most_what_plans_count(tmp_path: Path) -> None:
     def norm_backward(x: Tensor, s: Tensor) -> Any:
         return ATEN.native_batch_norm_backward.default(x, x, s, s, s, s, s, True, 1e-5, [True, True, True])
 
+    rows = torch.zeros(64, 512).bfloat16(), torch.arange(64)[:, None], torch.ones(64, 1).bfloat16()
     programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "scatter": (lambda x, i, y: ATEN.scatter.src(x, 1, i, y), rows),
+        "scatter_add": (lambda x, i, y: ATEN.scatter_add.default(x, 1, i, y), rows),
         "dropout": (lambda x: ATEN.native_dropout.default(x, 0.2, True), (x,)),
         "dropout in half": (lambda x: ATEN.native_dropout.default(x, 0.2, True), (x.bfloat16(),)),
         "batch norm": (norm_backward, (image, ones)),
