@@ -152,7 +152,7 @@ def chunked(joint: GraphModule, tokens: int | None, *, finer: int = 1) -> tuple[
             found.append(replace(note, how=made))
         else:
             tried |= made.names
-            nbytes = made.tokens * tensor_bytes(seed.meta["val"][:1])
+            nbytes = made.tokens * note.logit_bytes // max(1, hint(shape_of(seed)[0]))
             found.append(
                 replace(note, how=made.how, done=True, count=made.chunk_count, tokens=made.tokens, chunk_bytes=nbytes)
             )
