@@ -55,16 +55,17 @@ class Chunked:
     """What was done with one last layer.
 
     Attributes:
-        layer: its line and sizes: "float32[512, 4096] of model.py:31".
+        logits: their dtype and sizes, "float32[512, 4096]".
         how: in which way it is computed in chunks; or why it is not.
         done: whether it is in chunks.
         count, tokens: the number of chunks, and the most tokens of one; 0 if it is not in chunks.
         logit_bytes, chunk_bytes: of all logits, and of those of one chunk.
         holds_peak: the step without hooks and chunks takes most where logits are alive, as predicted.
         node: the name of the product in the joint graph.
+        place: its line, "model.py:31". Not stored in caches: another program may take the entry.
     """
 
-    layer: str
+    logits: str
     how: str
     done: bool
     count: int = 0
@@ -73,6 +74,11 @@ class Chunked:
     chunk_bytes: int = 0
     holds_peak: bool = False
     node: str = field(default="", compare=False, repr=False)
+    place: str = field(default="", compare=False)
+
+    @property
+    def layer(self) -> str:
+        return f"{self.logits} of {self.place}" if self.place else self.logits
 
     def left(self, why: str) -> Chunked:
         """This layer, which may be in chunks, as one that is not because of `why`. Its own reason comes first."""
@@ -138,13 +144,8 @@ def chunked(joint: GraphModule, tokens: int | None, *, finer: int = 1) -> tuple[
         tried.add(seed.name)
         if not _has_loss(seed):
             continue
-        note = Chunked(
-            f"{_text(seed)} of {source_line(seed) or seed.name}",
-            "",
-            False,
-            logit_bytes=tensor_bytes(seed.meta["val"]),
-            node=seed.name,
-        )
+        place = source_line(seed) or seed.name
+        note = Chunked(_text(seed), "", False, logit_bytes=tensor_bytes(seed.meta["val"]), node=seed.name, place=place)
         attempt, made = _attempt(gm, seed, tokens, finer)
         if isinstance(made, str):
             if not made:

@@ -364,7 +364,7 @@ def _decision_as_data(d: Decision) -> dict[str, Any]:
 
 
 def _chunked_as_data(row: Any) -> dict[str, Any]:
-    return {name: value for name, value in asdict(row).items() if name != "node"}
+    return {"layer": row.layer} | {k: v for k, v in asdict(row).items() if k not in ("node", "logits", "place")}
 
 
 def _transfers_as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
