@@ -237,9 +237,10 @@ class WholeStep:
             return Refuse(reason if refused else f"on rank {rank}, {reason}", on_all_ranks=True)
         host = way.host if isinstance(way, Record) else None
         if all_could_record and not shared:  # look once more, at what takes a snapshot of the host values
-            host = host or self._host()
-            by_number = self._applying(way, key, flat, host)
-            shared, _, _ = self.ranks.shared(by_number, could_record=True, is_refused=False)
+            with contextlib.suppress(CannotCompare):  # the others wait in the exchange; the next call says why
+                host = host or self._host()
+            by_number = {} if host is None else self._applying(way, key, flat, host)
+            shared, all_could_record, _ = self.ranks.shared(by_number, could_record=host is not None, is_refused=False)
         if shared:
             return Replay(by_number[shared[0]])
         if host is not None and all_could_record:
@@ -249,10 +250,11 @@ class WholeStep:
     def _applying(
         self, way: Way, key: tuple[Any, ...], flat: Sequence[Any], host: HostState | None = None
     ) -> dict[int, StepRecording]:
-        """The recordings that could be replayed, by their numbers among the ranks."""
+        """The recordings that could be replayed, by their numbers among the ranks. One of this rank alone has none."""
         known = self.recordings.get(key, ()) if isinstance(way, (Replay, Record)) else ()
         chosen = way.recording if isinstance(way, Replay) else None
-        return {one.number: one for one in known if one is chosen or one.applies(key, flat, host)}
+        shared = (one for one in known if one.number >= 0)
+        return {one.number: one for one in shared if one is chosen or one.applies(key, flat, host)}
 
     def _way(self, key: tuple[Any, ...], flat: Sequence[Any]) -> Way:
         """How the call is to run. Nothing of it has run yet."""
