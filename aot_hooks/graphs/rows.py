@@ -441,7 +441,11 @@ def _along(node: Node, known: Mapping[Node, Rows], wanted: Rows | None, position
         return None
     if any(not same_size(shape_of(n)[d], shape[d]) for n in tensors for d in rows.dims()):
         return None
-    if any(n not in tensors for n in node.all_input_nodes):  # a symbolic size of what is no token
+    is_slice = str(node.target) == "aten.slice_backward.default"
+    sizes: Any = node.args[1] if is_slice else ()  # `build` makes them anew
+    of_words = [size for d, size in enumerate(sizes) if d not in rows.dims()]
+    inputs = {*tensors, *(n for n in sizes if isinstance(n, Node) and n not in of_words)}
+    if any(n not in inputs for n in node.all_input_nodes):  # a symbolic size of what is no token
         return None
 
     def build(get: Get, tokens: Any) -> Call:
@@ -449,7 +453,7 @@ def _along(node: Node, known: Mapping[Node, Rows], wanted: Rows | None, position
         while len(args) <= position:
             args.append(0)
         args[position] = moved
-        if str(node.target) == "aten.slice_backward.default":
+        if is_slice:
             args[1] = rows.flat(shape, tokens)
         return node.target, tuple(args), get(dict(node.kwargs))
 
