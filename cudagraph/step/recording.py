@@ -25,6 +25,7 @@ from ..torch_private.distributed import (
     local_part,
     reason_against_replica,
     replicas_in,
+    uncounted_backend,
     unreduced_gradients,
 )
 from ..tree.capture import CannotCapture, Capture, Owner, under_way
@@ -186,6 +187,8 @@ def parallel(host: HostState) -> str | None:
     for replica in replicas_in(host.objects()):
         if reason := reason_against_replica(replica):
             return f"its DistributedDataParallel can't be captured: {reason}"
+    if (backend := uncounted_backend()) is not None:
+        return f"the backend {backend!r} of a group of processes does not count collectives: does the step have any?"
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import sys
@@ -60,16 +59,32 @@ def _backends(group: Any) -> list[Any]:
     return [group._get_backend(device) for device in group._device_types]
 
 
+def _groups_of_several() -> list[Any]:
+    """The groups of this process with another process in them."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return []
+    groups = need("torch.distributed.distributed_c10d._world").pg_map
+    return [group for group in groups if group.size() > 1]
+
+
+def _collective_count(group: Any) -> int | None:
+    """How many collectives a group has run; None if its backend does not count them."""
+    try:
+        return sum(each._get_sequence_number_for_group() for each in _backends(group))
+    except RuntimeError:
+        return None
+
+
 def sequence_numbers() -> dict[Any, int]:
     """How many collectives each group of this process has run. Empty where there is no other process."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return {}
-    numbers: dict[Any, int] = {}
-    for group in need("torch.distributed.distributed_c10d._world").pg_map:
-        if group.size() > 1:
-            with contextlib.suppress(RuntimeError):  # a backend that does not count
-                numbers[group] = sum(each._get_sequence_number_for_group() for each in _backends(group))
-    return numbers
+    counts = {group: _collective_count(group) for group in _groups_of_several()}
+    return {group: count for group, count in counts.items() if count is not None}
+
+
+def uncounted_backend() -> str | None:
+    """The name of a backend that does not count collectives, so nobody sees whether a step talks; None without one."""
+    found = (group for group in _groups_of_several() if _collective_count(group) is None)
+    return next((dist.get_backend(group) for group in found), None)
 
 
 def ranks_of(groups: Collection[Any]) -> list[int]:

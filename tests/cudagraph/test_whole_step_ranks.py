@@ -25,6 +25,7 @@ from whole_steps import Net, adamw, eager_step, on_simulator, sgd, tensors_of
 import cudagraph
 from cudagraph.errors import RanksError
 from cudagraph.torch_private import cuda as torch_cuda
+from cudagraph.torch_private import distributed as torch_distributed
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
@@ -281,6 +282,18 @@ def talks_later(rank):
     averaging(rank, lambda i: i >= 6, lambda i: 4 if rank == 1 and i in (8, 10) else 6)
 
 
+def uncounted(rank):
+    """Whether the step talks would not be seen, so it is refused before anything runs."""
+    ours = model()
+    eager = copy.deepcopy(ours)
+    optimizers = sgd(ours), sgd(eager)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_distributed, "_collective_count", lambda group: None)
+        compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank, steps=3)
+    assert "does not count collectives" in step.refused and cudagraph.stats()["recordings"] == 0
+
+
 def find_unused(rank):
     ours, eager = models(find_unused_parameters=True)
     optimizers = sgd(ours), sgd(eager)
@@ -366,8 +379,8 @@ def gone(rank):
 
 CASES = (
     ddp, ddp_views, ddp_no_sync, ddp_accumulate, ddp_hook, other_shapes, own_collective, fails_on_one_rank,
-    refused_on_one_rank, local_step, talks_each_fourth_call, talks_later, find_unused, fsdp, fsdp_mixed, fsdp_own_step,
-    fsdp_fails, tensor_parallel, gone,
+    refused_on_one_rank, local_step, talks_each_fourth_call, talks_later, uncounted, find_unused, fsdp, fsdp_mixed,
+    fsdp_own_step, fsdp_fails, tensor_parallel, gone,
 )  # fmt: skip
 
 
