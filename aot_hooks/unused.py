@@ -105,8 +105,8 @@ def forget() -> None:
 def compiled(settings: Iterable[Setting], plans: Sequence[Plan], *, checkpoints: bool = False) -> list[Setting]:
     """Note the plans of a graph that was compiled under `settings`; `checkpoints`: it computes parts of it again.
 
-    Returns the settings that have packed nothing so far, that checkpoints leave little to, or that have a key that has
-    matched nothing.
+    Returns the settings to speak of: those that packed nothing so far, those beside checkpoints, and those with a key
+    that matched nothing.
     """
     decisions = [d for plan in plans for d in plan.decisions]
     suspects = []

@@ -186,7 +186,7 @@ def _add_sources(model: _Model) -> None:
 
 
 def _note_bytes(model: _Model) -> None:
-    """Note what each option adds to the bytes alive, what it sends and fetches, and what packing works with."""
+    """Note for each option: its bytes alive, its copies, and the working memory of its packing."""
     for c, (v, option) in enumerate(model.choices):
         value = model.step.values[v]
         end = value.last + 1 if option.in_registers else value.first

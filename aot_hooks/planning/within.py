@@ -188,7 +188,7 @@ def _or_apart(found: _Planned | None, ways: Ways | None, planned: Callable[[Apar
 
 
 def _with_apart(plan: Plan, apart: Apart) -> Plan:
-    """`plan`, of the calls that may hold more, with what it knows of those that hold the least."""
+    """`plan` with `apart`. It is the plan of some calls; `apart` says how many other calls hold the least."""
     step = None if plan.in_step is None else replace(plan.in_step, tight_calls=apart.tight_calls)
     return replace(plan, in_step=step, recipe=replace(plan.recipe, apart=apart))
 

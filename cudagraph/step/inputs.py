@@ -17,7 +17,7 @@ from ..tree.function import key_value
 from ..tree.liveness import copy_preserving_layout, destinations_of
 from .host import DECLARED, Scheduler
 
-OBJECTS = (*DECLARED, Scheduler)  # whose state is compared like that of what the step closes over
+OBJECTS = (*DECLARED, Scheduler)  # their state is compared, like that of variables of the step's functions
 
 
 def flat_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
