@@ -1,18 +1,21 @@
 """A whole fine-tuning step with a real vocabulary: a Llama of transformers, its loss, AdamW. Peak, ms, tokens a second.
 
     ids -- LlamaForCausalLM, labels shifted inside --> loss --> backward --> AdamW
-      stock             torch.compile
-      checkpointing     transformers' own, compiled
-      chunk             options={"chunk": True}
-      chunk_float8      the same with float8(), chunk_offload with offload(then=float8())
-      float8, offload   without chunks
+      stock                    torch.compile
+      checkpointing            transformers' own, compiled; chunk_checkpointing with the loss in chunks
+      float8, offload          float8(), and offload(then=float8()), with pointwise results computed again
+      chunk                    options={"chunk": True}; chunk_float8, chunk_offload with these hooks
+      budget 12.3GiB           a budget: of this size, or
+      budget as checkpointing  of the measured peak of another row
 
 The compiled function returns the loss alone, in each way. A model that returns its logits keeps them alive, with chunks
-or without. Each way runs in a process of its own, on the same weights and tokens. Peaks are over what is allocated
-before the step: weights, gradients of zero bytes, the optimizer's state. Losses of all steps show that ways agree.
+or without. Each way runs in a process of its own, on the same weights and tokens. `--jobs` of them compile at a time,
+budgets one by one, since they measure their first steps. Then each round runs a step of each way, in an order drawn
+anew. Peaks are over what is allocated before the step: weights, gradients of zero bytes, the optimizer's state. Losses
+of all steps show that ways agree.
 
-    python benchmarks/bench_real_step.py --json out/real_step.json       # 8 blocks, 8192 tokens; CUDA, 80 GiB
-    python benchmarks/bench_real_step.py --layers 32 --tokens 16384 --ways chunk_offload,checkpointing
+    python benchmarks/bench_real_step.py --json out/real_step.json       # 8 blocks, 8192 tokens; CUDA, 130 GiB
+    python benchmarks/bench_real_step.py --layers 32 --tokens 16384 --jobs 1 --ways chunk_offload,checkpointing
     python benchmarks/bench_real_step.py --small        # anywhere, without code generation
 """
 
@@ -23,19 +26,34 @@ import dataclasses
 import gc
 import json
 import pathlib
+import random
 import statistics
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from measure import GIB, conditions, format_columns, measure_bytes
+from measure import (
+    GIB,
+    Served,
+    conditions,
+    default_device,
+    first_line,
+    format_columns,
+    measure_bytes,
+    synchronize,
+    write,
+)
 
 import aot_hooks
 
-WAYS = ("stock", "checkpointing", "float8", "offload", "chunk", "chunk_float8", "chunk_offload")
+BUDGET = "budget "  # begins the names of rows with a budget
+AS = "as "  # begins what follows when the budget is another row's peak
+HANDS_ON = ("stock", "checkpointing", "float8", "offload")
+WAYS = (*HANDS_ON, "chunk", *(f"chunk_{way}" for way in HANDS_ON[1:]))
+BUDGETS = ("budget as checkpointing", "budget as chunk_offload", "budget as chunk_checkpointing")
 POLICIES = {"float8": aot_hooks.float8, "offload": lambda: aot_hooks.offload(then=aot_hooks.float8())}
+WARM_UP = 6  # steps; a budget may compile again in the second and in the third
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +62,6 @@ class Setting:
     width: int
     tokens: int
     vocabulary: int
-    steps: int
     device: str
     inner: str
 
@@ -69,72 +86,176 @@ def make_model(setting: Setting) -> Any:
         return transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
 
 
-def compiled(model: Any, way: str, setting: Setting) -> Any:
+def compiled(model: Any, way: str, budget_bytes: int, setting: Setting) -> Any:
+    """The compiled function from token ids to the loss. `budget_bytes` is 0 where the way has no budget."""
+
     def loss(ids: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = model(input_ids=ids, labels=ids).loss
         return result
 
-    if way == "checkpointing":
+    options: dict[str, Any] = {"inner": setting.inner}
+    if budget_bytes:
+        return torch.compile(
+            loss, backend="aot_hooks", options=options | {"policy": aot_hooks.budget(f"{budget_bytes}B")}
+        )
+    chunk, hook = way.startswith("chunk"), way.removeprefix("chunk").removeprefix("_")
+    if hook == "checkpointing":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if way in ("stock", "checkpointing"):
-        backend = "inductor" if setting.inner == "inductor" else "aot_eager"
-        return torch.compile(loss, backend=backend)
-    chunk, hook = way.startswith("chunk"), way.removeprefix("chunk").removeprefix("_")
-    options: dict[str, Any] = {"inner": setting.inner, "chunk": chunk}
-    if hook:
+        return torch.compile(loss, backend="inductor" if setting.inner == "inductor" else "aot_eager")
+    options["chunk"] = chunk
+    if hook in POLICIES:
         options |= {"policy": POLICIES[hook](), "recompute_pointwise": True}
     return torch.compile(loss, backend="aot_hooks", options=options)
 
 
-def run(way: str, setting: Setting) -> dict[str, Any]:
-    """One way, in this process."""
-    device = torch.device(setting.device)
-    began = time.perf_counter()
-    model = make_model(setting)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-    step_loss = compiled(model, way, setting)
-    make = torch.Generator().manual_seed(1)
-    ids = torch.randint(setting.vocabulary, (1, setting.tokens), generator=make).to(device)
+class Step:
+    """The model of one way, and its steps."""
 
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def __init__(self, way: str, budget_bytes: int, setting: Setting) -> None:
+        self.device = torch.device(setting.device)
+        self.model = make_model(setting)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self.device.type == "cuda")
+        self.loss = compiled(self.model, way, budget_bytes, setting)
+        make = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(setting.vocabulary, (1, setting.tokens), generator=make).to(self.device)
+        self.losses: list[float] = []
 
-    losses, times = [], []
-    for _ in range(setting.steps):
-        start = now()
-        loss = step_loss(ids)
+    def __call__(self) -> float:
+        """One step; returns its ms."""
+        synchronize(self.device)
+        began = time.perf_counter()
+        loss = self.loss(self.ids)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        times.append(1e3 * (now() - start))
-        losses.append(float(loss.detach()))
-        if len(times) == 2:
-            first = now() - began
-        del loss
-    gc.collect()
-    measured, _ = measure_bytes(lambda: step_loss(ids), lambda loss: loss.backward(), device)
-    timed = times[min(3, len(times) - 1) :]
-    return {
-        "way": way,
-        "ms": statistics.median(timed),
-        "ms_least": min(timed),
-        "tokens_a_second": 1e3 * setting.tokens / statistics.median(timed),
-        "peak_bytes": measured.peak,
-        "after_forward_bytes": measured.after_forward,
-        "logits_bytes": 4 * setting.tokens * setting.vocabulary,
-        "first_two_steps_s": first,
-        "losses": losses,
-    }
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        synchronize(self.device)
+        self.losses.append(float(loss.detach()))
+        return 1e3 * (time.perf_counter() - began)
+
+    def clear(self) -> None:
+        """Leaves the device's memory to the other processes."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def in_own_process(way: str, arguments: list[str]) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, __file__, *arguments, "--way", way], capture_output=True, text=True)
-    if done.returncode:
-        return {"way": way, "error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-    row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return row
+def serve(connection: Connection, way: str, budget_bytes: int, setting: Setting) -> None:
+    """A process: warms up and sends its row, then runs a step for every command and sends its ms."""
+    try:
+        began = time.perf_counter()
+        step = Step(way, budget_bytes, setting)
+        step()
+        step()
+        first_s = time.perf_counter() - began
+        for _ in range(WARM_UP - 2):
+            step()
+        step.clear()
+        measured, _ = measure_bytes(lambda: step.loss(step.ids), lambda loss: loss.backward(), step.device)
+        step.optimizer.zero_grad(set_to_none=True)
+        row = {
+            "way": way,
+            "peak_bytes": measured.peak,
+            "after_forward_bytes": measured.after_forward,
+            "logits_bytes": 4 * setting.tokens * setting.vocabulary,
+            "first_two_steps_s": first_s,
+        }
+        if budget_bytes:
+            plan = aot_hooks.last_plans(step.loss)[-1]
+            row |= {"budget_bytes": budget_bytes, "predicted_peak_bytes": plan.peak_bytes}
+            row |= {"predicted_ratio": plan.step_ratio, "chunked": repr(plan.chunked)[:500]}
+        step.clear()
+        connection.send(row)
+        while connection.recv() == "step":
+            step()  # what was freed for the others is allocated again
+            ms = step()
+            step.clear()
+            connection.send((ms, step.losses))
+    except Exception as error:
+        connection.send(first_line(error))
+
+
+def budget_of(way: str, rows: dict[str, dict[str, Any]]) -> int:
+    """In bytes; 0 for a way without one.
+
+    Raises:
+        ValueError: it is the peak of a row that has none.
+    """
+    if not way.startswith(BUDGET):
+        return 0
+    said = way.removeprefix(BUDGET)
+    if not said.startswith(AS):
+        return int(float(said.removesuffix("GiB")) * GIB)
+    other = rows.get(said.removeprefix(AS), {})
+    if "peak_bytes" not in other:
+        raise ValueError(f"{way!r} needs the row {said.removeprefix(AS)!r} before it")
+    return int(other["peak_bytes"])
+
+
+def measure(ways: list[str], setting: Setting, jobs: int, rounds: int, path: pathlib.Path | None) -> dict[str, Any]:
+    """All rows; written to `path` whenever some are ready."""
+    rows: dict[str, dict[str, Any]] = {}
+    work = {name: value for name, value in dataclasses.asdict(setting).items() if name != "device"}
+    result: dict[str, Any] = {"conditions": conditions(torch.device(setting.device), **work), "rows": []}
+    plain = [way for way in ways if not way.startswith(BUDGET)]
+    groups = [plain[i : i + jobs] for i in range(0, len(plain), jobs)]
+    groups += [[way] for way in ways if way.startswith(BUDGET)]
+    first: Served | None = None  # stock's process: it takes part in the rounds of each group
+    for group in groups:
+        served = {}
+        for way in group:
+            try:
+                served[way] = Served(serve, way, budget_of(way, rows), setting)
+            except ValueError as error:
+                rows[way] = {"way": way, "error": str(error)}
+        for way, process in served.items():
+            answer = process.answer()
+            rows[way] = answer if isinstance(answer, dict) else {"way": way, "error": answer}
+        timed = {way: process for way, process in served.items() if "error" not in rows[way]}
+        if first is None and "stock" in timed:
+            first = timed["stock"]
+        elif first is not None:
+            timed["stock"] = first
+        take_times(timed, rows, rounds)
+        for process in served.values():
+            if process is not first:
+                process.send("stop")
+        result["rows"] = list(rows.values())
+        write(path, result)
+    return result
+
+
+def take_times(timed: dict[str, Served], rows: dict[str, dict[str, Any]], rounds: int) -> None:
+    """Adds ms and losses to the rows; `ratio` is to the fastest step of stock in the same rounds."""
+    times: dict[str, list[float]] = {way: [] for way in timed}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for way in order.sample(sorted(timed), len(timed)):
+            answer = timed[way].answer("step") if "error" not in rows[way] else ""
+            if isinstance(answer, str):
+                rows[way]["error"] = rows[way].get("error", answer)
+                continue
+            times[way].append(answer[0])
+            rows[way]["losses"] = answer[1]
+    for way, own in times.items():
+        if own and not (way == "stock" and "ms" in rows[way]):
+            rows[way] |= {"ms": statistics.median(own), "ms_least": min(own)}
+        if own and times.get("stock"):
+            rows[way]["ratio"] = min(own) / min(times["stock"])
+            rows[way]["median_ratio"] = statistics.median(own) / statistics.median(times["stock"])
+
+
+def show(result: dict[str, Any], tokens: int) -> str:
+    shown = [["way", "ms", "/ stock", "median", "peak GiB", "tokens/s", "first two s", "last loss"]]
+    for row in result["rows"]:
+        if "error" in row:
+            shown.append([row["way"], row["error"][:90], *[""] * 6])
+            continue
+        ratios = [f"{row[key]:.3f}" if key in row else "" for key in ("ratio", "median_ratio")]
+        peak, speed = f"{row['peak_bytes'] / GIB:.3f}", f"{1e3 * tokens / row['ms']:.0f}"
+        rest = [f"{row['first_two_steps_s']:.0f}", f"{row['losses'][-1]:.4f}"]
+        shown.append([row["way"], f"{row['ms']:.1f}", *ratios, peak, speed, *rest])
+    return format_columns(shown)
 
 
 def main() -> None:
@@ -143,38 +264,22 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=default_device())
     parser.add_argument("--inner", default="inductor", choices=("inductor", "aten"))
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", default=",".join((*WAYS, *BUDGETS)))
+    parser.add_argument("--jobs", type=int, default=3, help="processes that compile, and hold a model, at a time")
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--way", help=argparse.SUPPRESS)  # one of them, in this process
     options = parser.parse_args()
-    if wrong := set(options.ways.split(",")) - set(WAYS):
-        parser.error(f"no way is called {', '.join(sorted(wrong))}; there are {', '.join(WAYS)}")
-    if options.small:
-        small = Setting(2, 64, 1024, 16384, 3, "cpu", "aten")
+    ways = options.ways.split(",")
+    if wrong := {way for way in ways if not way.startswith(BUDGET)} - set(WAYS):
+        parser.error(f"no way is called {', '.join(sorted(wrong))}; there are {', '.join(WAYS)}, and budgets")
+    small = Setting(2, 64, 1024, 16384, "cpu", "aten")
     setting = small if options.small else Setting(*(getattr(options, f.name) for f in dataclasses.fields(Setting)))
-    if options.way:
-        print(json.dumps(run(options.way, setting)))
-        return
-    arguments = [a for a in sys.argv[1:] if not a.startswith("--json") and a != str(options.json)]
-    rows = [in_own_process(way, arguments) for way in options.ways.split(",")]
-    work = {name: value for name, value in dataclasses.asdict(setting).items() if name != "device"}
-    result = {"conditions": conditions(torch.device(setting.device), **work), "rows": rows}
-    shown = [["way", "ms", "peak GiB", "tokens/s", "last loss"]]
-    for row in rows:
-        if "error" in row:
-            shown.append([row["way"], row["error"][:60], "", "", ""])
-            continue
-        peak, last = f"{row['peak_bytes'] / GIB:.3f}", f"{row['losses'][-1]:.4f}"
-        shown.append([row["way"], f"{row['ms']:.1f}", peak, f"{row['tokens_a_second']:.0f}", last])
-    print(format_columns(shown))
+    result = measure(ways, setting, options.jobs, options.rounds, options.json)
+    print(show(result, setting.tokens))
     print(json.dumps(result))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
