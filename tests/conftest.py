@@ -26,6 +26,7 @@ import pytest
 import torch
 
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+VECTORS_WORK = "TORCHINDUCTOR_VEC_ISA_OK"
 WHY_SHARE = pytest.StashKey[str]()
 
 
@@ -99,6 +100,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[WHY_SHARE] = f": {why}"
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers are the parallelism
+    # Inductor compiles a program for each instruction set of the processor, to see whether the compiler knows it, too:
+    # 11.5 s of processor time for each new cache directory, which many a test has for itself.
+    os.environ.setdefault(VECTORS_WORK, "1")
     # What an older checkout compiled must not answer for this one. Workers get the controller's choice by environment;
     # to keep a cache between runs, set the variable yourself.
     if INDUCTOR_CACHE not in os.environ:
