@@ -1,10 +1,13 @@
 """What holds for every test: a fresh Dynamo, a fixed seed, no saved-tensor hook left behind, no code compiled before.
 
 `gpu` tests skip where there is no CUDA device. `--slow-share by-commit` runs a third of the slow tests, with each
-commit another:
+commit another. `--half newest` and `--half oldest` run a half of the tests that are not slow, for the torches beside
+the main one: what one of them leaves out the other runs, and with the next commit they change halves.
 
     commit     ... 1201     1202     1203     1204 ...
     share             2        3        1        2        three commits in a row run all slow tests
+    newest            b        a        b        a        each test runs on one of the two torches with each commit,
+    oldest            a        b        a        b        and on both within two commits
 
 test_conftest.py shows that what is checked here can fail.
 """
@@ -31,6 +34,7 @@ WHY_SHARE = pytest.StashKey[str]()
 
 
 SHARES = 3
+HALVES = ("newest", "oldest")
 NEVER_THINNED = "tests/repository/"
 
 
@@ -41,6 +45,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["all", "by-commit", *map(str, range(1, SHARES + 1))],
         help="which of the slow tests run: all, one share of three, or the share whose turn it is at this commit",
     )
+    parser.addoption(
+        "--half",
+        default="all",
+        choices=["all", *HALVES, "0", "1"],
+        help="which half of the tests that are not slow runs: that of the newest torch or of the oldest at this commit",
+    )
 
 
 def share_of(nodeid: str) -> int:
@@ -48,46 +58,65 @@ def share_of(nodeid: str) -> int:
     return zlib.crc32(nodeid.encode()) % SHARES + 1
 
 
+def half_of(nodeid: str) -> int:
+    return zlib.crc32(nodeid.encode()) % len(HALVES)
+
+
 def git(root: Path, *arguments: str) -> str:
     done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-def share_by_commit(root: Path) -> tuple[str, str]:
-    """The share whose turn it is, and why. All of them where commits can't be counted: then no later run has the rest.
+def commit_count(root: Path) -> tuple[int | None, str]:
+    """The number of the commit, or None and why commits can't be counted: then no later run has what is left out.
 
     Counted are the commits of the main line: a merge is one, whatever it brings. What is not committed does not count.
     """
     try:
         if Path(git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
-            return "all", "this folder is no checkout of its own"
+            return None, "this folder is no checkout of its own"
         if git(root, "rev-parse", "--is-shallow-repository") != "false":
-            return "all", "a shallow clone can't count its commits"
+            return None, "a shallow clone can't count its commits"
         number = int(git(root, "rev-list", "--count", "--first-parent", "HEAD"))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
-        return "all", f"git can't count commits here: {reason}"
-    return str(number % SHARES + 1), f"it is the turn of commit {number}"
+        return None, f"git can't count commits here: {reason}"
+    return number, f"it is the turn of commit {number}"
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    share = config.getoption("--slow-share")
+def share_by_commit(root: Path) -> tuple[str, str]:
+    """The share whose turn it is, and why. All of them where commits can't be counted."""
+    number, why = commit_count(root)
+    return ("all" if number is None else str(number % SHARES + 1)), why
+
+
+def half_by_commit(root: Path, torch: str) -> str:
+    """The half that runs on the "newest" or the "oldest" torch now. All where commits can't be counted."""
+    number, _ = commit_count(root)
+    return "all" if number is None else str((number + HALVES.index(torch)) % len(HALVES))
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    share, half = config.getoption("--slow-share"), config.getoption("--half")
     which = "all" if share == "all" else f"share {share} of {SHARES}, and all of {NEVER_THINNED}"
-    return f"slow tests: {which}{config.stash.get(WHY_SHARE, '')}"
+    header = [f"slow tests: {which}{config.stash.get(WHY_SHARE, '')}"]
+    if half != "all":
+        header.append(f"other tests: half {half}, and all of {NEVER_THINNED}")
+    return header
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` and `-k`: of what these leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    share = config.getoption("--slow-share")
-    if share == "all":
-        return
-    left = [
-        item
-        for item in items
-        if item.get_closest_marker("slow") is not None
-        and not item.nodeid.startswith(NEVER_THINNED)
-        and str(share_of(item.nodeid)) != share
-    ]
+    share, half = config.getoption("--slow-share"), config.getoption("--half")
+
+    def runs(item: pytest.Item) -> bool:
+        if item.nodeid.startswith(NEVER_THINNED):
+            return True
+        if item.get_closest_marker("slow") is not None:
+            return share in ("all", str(share_of(item.nodeid)))
+        return half in ("all", str(half_of(item.nodeid)))
+
+    left = [item for item in items if not runs(item)]
     if left:
         config.hook.pytest_deselected(items=left)
         gone = set(left)
@@ -98,6 +127,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.slow_share == "by-commit":  # workers get the share that is found here
         config.option.slow_share, why = share_by_commit(config.rootpath)
         config.stash[WHY_SHARE] = f": {why}"
+    if config.option.half in HALVES:
+        config.option.half = half_by_commit(config.rootpath, config.option.half)
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers are the parallelism
     # Inductor compiles a program for each instruction set of the processor, to see whether the compiler knows it, too:

@@ -154,6 +154,25 @@ def test_a_share_is_taken_of_what_markers_and_names_leave(pytester: pytest.Pytes
     everything.stdout.fnmatch_lines(["slow tests: all", "*20 tests collected*"])
 
 
+def test_two_torches_take_the_halves_of_quick_tests_in_turn(pytester: pytest.Pytester, checkout: Path) -> None:
+    (checkout / "tests/passes/test_one.py").write_text(SLOW.replace("@pytest.mark.slow", ""))
+    everything, seen = EVERYTHING, []
+    for _ in range(2):
+        halves = []
+        for torch_ in ("newest", "oldest"):
+            half, two = chosen_by_commit(pytester, "--half", torch_)[1:]
+            assert 0 < len(half) < len(everything) and two == EVERYTHING  # tests/repository is never thinned
+            halves.append(half)
+        assert halves[0] | halves[1] == everything and not halves[0] & halves[1]
+        seen.append(halves)
+        commit(checkout)
+    assert seen[0] == seen[1][::-1]
+
+
+def test_no_half_is_left_out_where_commits_cannot_be_counted(conftest: Any, tmp_path: Path) -> None:
+    assert conftest.half_by_commit(tmp_path, "newest") == conftest.half_by_commit(tmp_path, "oldest") == "all"
+
+
 def test_a_merge_counts_as_one_commit(conftest: Any, checkout: Path) -> None:
     assert conftest.share_by_commit(checkout) == ("3", "it is the turn of commit 2")
     git(checkout, "checkout", "-q", "-b", "side")
