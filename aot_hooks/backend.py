@@ -52,13 +52,16 @@ from .passes.live_bytes import LivePoint, live_bytes
 from .passes.partition import parameters_among, parameters_of, partitioned, state_of
 from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
 from .passes.rewrite import rewrite
-from .passes.units import Trace
+from .passes.units import Trace, tracer
 from .planning import planner as planning
-from .planning.budget import Budget, fitted
-from .planning.chunks import Planned, with_chunks
+from .planning.assignment import Assignment, fitted
+from .planning.budget import Budget
+from .planning.chunks import with_chunks
 from .planning.kernels import split_and_hold
+from .planning.options import Joint
 from .planning.planner import Planner, is_budget
 from .planning.stored import Program
+from .planning.trials import Planned
 from .settings import recompiles
 from .settings.names import carry_names, name_given
 from .settings.setting import SCOPE, Setting
@@ -565,7 +568,12 @@ def planning_partition(
             return plan
 
         if hooks.setting is not None and budgeted:
-            own: dict[str, Any] = {"fused": fused, "launched": at_run_time, "unpacked": unpacked}
+            own: dict[str, Any] = {
+                "fused": fused,
+                "launched": at_run_time,
+                "unpacked": unpacked,
+                "trace": tracer(fused),
+            }
             setting: Any = hooks.setting
             as_it_is = joint
 
@@ -573,9 +581,9 @@ def planning_partition(
                 return stocks[as_it_is].live, stocks[as_it_is].ms
 
             def within(gm: GraphModule, lenient: bool, follows: bool | None = None) -> Planned:
-                how = own | parts | {"lenient": lenient, "follows": follows}
-                found = Planner.partition(gm, partial(split, gm), without_hooks, rewritten, setting, **how)
-                return Planned(*found[:2], with_casts(with_reasons(found[2], unpacked), stocks[gm].casts))
+                own_joint = Joint(gm, partial(split, gm), without_hooks, rewritten, setting, own | parts)
+                found = Planner.partition(own_joint, lenient=lenient, follows=follows)
+                return found._replace(plan=with_casts(with_reasons(found.plan, unpacked), stocks[gm].casts))
 
             def stock(gm: GraphModule) -> tuple[LivePoint, ...]:
                 if gm not in stocks:
@@ -646,7 +654,7 @@ def _mended(
     return finished(*partitioned(joint, lambda: partition(joint, joint_inputs, **kwargs), kwargs["num_fwd_outputs"]))
 
 
-def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tuple[list[Plan], Budget | None]:
+def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tuple[list[Plan], Assignment | None]:
     """What `aot_hooks(gm, inputs)` would decide, with the live bytes, and the budget that decides if there is one.
 
     Makes no code. `gm` may be changed.
@@ -663,7 +671,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tupl
             aot.compile_graph(gm, inputs, partition, without_gradients=partial(_in_chunks, options))
         else:
             inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, dict(options.inductor or {})))
-    return plans, rule if isinstance(rule, Budget) else None
+    return plans, rule if isinstance(rule, Assignment) else None
 
 
 def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dict[str, Any]) -> dict[str, Any]:

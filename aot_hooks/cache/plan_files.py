@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from ..errors import PlanFileError, names_arguments
 from ..planning import stored
-from ..planning.budget import Budget
+from ..planning.assignment import Assignment
 from ..planning.stored import Program
 from ..settings.setting import Setting
 from . import sealed
@@ -111,9 +111,9 @@ def program_of(
 ) -> Program | None:
     """What the plan of `gm` depends on; None if `asked` is no budget of a user's."""
     rule = None if asked is None else asked.rule
-    if asked is None or not isinstance(rule, Budget) or rule.around is not None:
+    if asked is None or not isinstance(rule, Assignment) or rule.around is not None:
         return None
-    as_typed = Setting(replace(rule, free=None, outside=""), asked.scope)
+    as_typed = Setting(replace(rule, free=None), asked.scope)
     key = key_of(gm, inputs, as_typed, regions, options=options, roots=roots)
     found = {x.device for x in inputs if isinstance(x, torch.Tensor)}
     devices = sorted({_name_of(device) for device in found if device.type != "cpu"} or {_CPU})

@@ -98,7 +98,8 @@ class _Describer:
         if dataclasses.is_dataclass(value) and is_package_object(type(value)):
             if hasattr(value, "cache_hash"):
                 return self.hook(value)
-            named = (f"{f.name}={self.text(getattr(value, f.name))}" for f in dataclasses.fields(value))
+            fields = (f for f in dataclasses.fields(value) if f.compare)
+            named = (f"{f.name}={self.text(getattr(value, f.name))}" for f in fields)
             return f"{type(value).__qualname__}({', '.join(named)})"
         self.functions.append(value)
         return _own(value)

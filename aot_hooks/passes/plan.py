@@ -115,8 +115,6 @@ class Plan:
         before_ms, after_ms: predicted time of the step without and with the hooks; 0.0 without a prediction.
         own_peak_bytes: the most of `live_after`, where a compilation without a budget has left that out.
         in_step: what is alive beside the graph in a step of many calls; None if it was planned as the whole step.
-        program: for a plan that holds the least: its step as data, and the error that it may have. A step of many calls
-            is planned from these.
         recipe: of a budget's plan: what it chose, so that it is made again without a search, see planning/recipe.py.
         chunked: for each last layer, how it is computed in chunks of tokens, or why not; see passes/chunk.py.
     """
@@ -129,7 +127,6 @@ class Plan:
     after_ms: float = field(default=0.0, compare=False, repr=False)
     own_peak_bytes: int = field(default=0, compare=False, repr=False)
     in_step: InStep | None = field(default=None, compare=False, repr=False)
-    program: tuple[Any, float] | None = field(default=None, compare=False, repr=False)
     recipe: Any = field(default=None, compare=False, repr=False)
     chunked: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from ..passes.plan import Plan
 from ..steps.memory import Bytes, Moment
 from .solver import solve
-from .step import Apart, Step, Value
+from .step import Apart, Step
 from .versions import Version
 
 GAIN = 0.01  # of the time of all calls: for less they are not planned apart, which takes another compilation
@@ -25,16 +25,6 @@ _TRIED, _WAYS = 16, 3  # counts that are solved for, and that are returned at mo
 # It adds up over the calls that may hold more than the least.
 _OFF = 0.02
 _ROUNDING = 1e-6
-
-
-def as_data(step: Step) -> Step:
-    """`step` to be stored: what `solve` reads of it, without hooks and without names of the program."""
-
-    def bare(value: Value) -> Value:
-        options = tuple(replace(o, hook=None, again=(), reads=()) for o in value.options)
-        return replace(value, names=(), where="", options=options)
-
-    return replace(step, values=tuple(map(bare, step.values)), nodes=(), places=())
 
 
 def is_faster(ratio: float, than: float) -> bool:
@@ -72,10 +62,8 @@ def tried_counts(calls: int) -> list[int]:
 class Ways:
     """The ways to have some calls of a graph, the first ones, hold the least that it can, and the others more.
 
-    This is data, a part of the budget that the graph is compiled with and so of cache keys: only a compilation solves.
-
     Attributes:
-        step: of one call, see `as_data`.
+        step: of one call.
         tight_ms: the time of a call that holds the least.
         calls: how many there are.
         peak: bytes that the whole step may take.

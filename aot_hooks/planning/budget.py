@@ -4,48 +4,29 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import torch
-
-from ..errors import BudgetError, OptionError, names_arguments
+from ..errors import OptionError, names_arguments
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
 from ..settings.byte_sizes import bytes_of, shown
-from .apart import Ways
-from .by_hand import Whole
-from .device_memory import Outside, outside_of_step
-from .recipe import Recipe
-from .step import ALONE, Moment
 
 ALLOWED = ("recompute", "chunk", "lossless", "offload", "float8", "int8", "int4")
 EXACT = ("recompute", "chunk", "lossless", "offload")  # of these
-_FIT = 0.95  # share of the device's free memory that "fit" may take
 
 
 @dataclass(frozen=True, repr=False)
 class Budget:
     """The policy that `budget` makes. It chooses for a whole graph at once, so it stands alone.
 
+    This is what the user said. A graph gets an `Assignment`, see assignment.py.
+
     Attributes:
         peak: bytes, "fit", or None.
         max_slowdown: how much longer than without hooks a step may take: 0.05 is 5%; None, math.inf: any.
         total: bytes that the device may have allocated in all, in place of `peak`.
-        free: of "fit" and of `total`: bytes that the device had for a step when the graph was compiled; None: not asked
-            yet.
-        outside: what the device holds beside the step, for messages.
-        over: bytes by which a measured step was over `peak`; the plan takes less by that, see measured.py.
-        moments: what is alive beside the graph in a step of many compiled calls, see many.py.
-        moments_at_least: the same if graphs that are compiled later hold their least; (): as `moments`.
-        apart: ways to have some calls of the graph hold less than others, which are taken if they are faster.
-        wholes: the steps around the graph's calls, in which ways that a user can type are tried, see by_hand.py.
-        least: the graph shall hold the least that it can: other calls hold saved tensors, nobody knows yet how many.
-        lenient: if nothing stays under the peak, the least is taken, with a warning: a step was planned before, or has
-            gathered parameters, whose bytes are an estimate.
-        recipe: the plan to make again, in place of a search; None: search for one.
-        around: of `check_gradients`: makes of each lossy hook of the plan the one that is put into the graphs.
     """
 
     peak: int | str | None
@@ -53,17 +34,6 @@ class Budget:
     allow: tuple[Any, ...]
     max_error: float
     total: int | None = None
-    free: int | None = None
-    outside: str = field(default="", compare=False)
-    over: int = 0
-    moments: tuple[Moment, ...] = ALONE
-    moments_at_least: tuple[Moment, ...] = ()
-    apart: Ways | None = None
-    wholes: tuple[Whole, ...] = ()
-    least: bool = False
-    lenient: bool = False
-    recipe: Recipe | None = None
-    around: Callable[[Hook], Hook] | None = None
 
     looks_at_modules: ClassVar[bool] = False
     decides_for_graph: ClassVar[bool] = True  # so no other policy may ask it for one tensor
@@ -72,11 +42,6 @@ class Budget:
     def step_ratio(self) -> float:
         """The longest time of a step over that without hooks."""
         return math.inf if self.max_slowdown is None else 1 + self.max_slowdown
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The peak in bytes. None: the lowest is asked for, or it depends on a device and none is known."""
-        return self.free if self.asks_device else cast("int | None", self.peak)
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
@@ -167,40 +132,6 @@ def budget(
     peak = peak if peak in (None, "fit") else bytes_of(peak)
     total = None if total is None else bytes_of(total, "total")
     return Budget(peak, max_slowdown, means, float(max_error), total)
-
-
-def fitted(budget: Budget, devices: Iterable[torch.device], inputs: Sequence[Any] = ()) -> Budget:
-    """A budget that asks the device, with the bytes that the largest of `devices` has for a step.
-
-    `inputs` are those of the graph. The bytes are rounded down to 1/128 of the device, or of `total`: cache keys
-    contain them, and a process with nearly as much free memory finds the same plan. Any other budget comes back as it
-    is.
-    """
-    kinds = ("cuda",) if budget.total is None else ("cuda", "cpu")
-    found = {device for device in devices if device.type in kinds} if budget.asks_device else set()
-    found = {device for device in found if device.type == "cuda"} or found  # with a GPU, the host's memory is not it
-    rooms = [_room(budget.total, device, outside_of_step(device, inputs)) for device in found]
-    if not rooms:
-        return budget
-    free, outside = min(rooms, key=lambda room: room[0])
-    if free <= 0 and budget.total is not None:
-        raise BudgetError(
-            f"{budget!r}: {outside} leave nothing for a step. Shard or offload the weights, take an optimizer with "
-            "less state, or raise the total"
-        )
-    return replace(budget, free=free, outside=str(outside))
-
-
-def _room(total: int | None, device: torch.device, outside: Outside) -> tuple[int, Outside]:
-    """The bytes that `device` has for a step beside `outside`, under `total` or, if that is None, in free memory."""
-    if total is not None:
-        size, room = total, float(total - outside.nbytes)
-    else:
-        free, size = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch can give these out
-        room = _FIT * free - (outside.nbytes - outside.allocated)
-    step = max(size // 128, 1)
-    return max(int(room) // step * step, 0), outside
 
 
 def mib(nbytes: float) -> str:

@@ -1,98 +1,206 @@
 """The ways that a user can type, as candidates of a budget: a budget must not be slower than one of them.
 
-      what is computed again    nothing | pointwise results, as with `recompute_pointwise` | all but inputs of blocks
-      how the rest is stored    as it is | lossless, float8, int8, int4 | on the host, as it is or in such a form
-                 |
-                 +--> can it be under the peak, and faster than what was found? --> rewritten, and judged as any plan is
+      a way      what is computed again    nothing | pointwise results, as `recompute_pointwise` | blocks, see below
+                 form of what is saved     as it is | lossless, float8, int8, int4, a hook of the user's
+                 sends                     it stays on the device | it waits on the host
+         |
+         +-- computed_again    the joint graph, split so that its backward computes that again
+         +-- the graph is the whole step          `promising`: bounds say whether it may be better. Then it is put into
+         |                                        the graphs, and judged as any plan is
+         '-- many calls of a step run the graph   `Simulation`: it is put into the graphs, and the step around its calls
+                                                  is simulated, with its copies
 
-The question is answered by numbers of the step, which are bounds, nearly. So only few ways are put into graphs.
+Blocks computed again are checkpointing's way: of a block only its inputs are saved, with what can't be repeated and
+with its statistics. Then the inputs can be in float8, and on the host.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+from torch.fx import GraphModule, Node
+
+from cudagraph.placeholder import results_of
+
+from ..graphs.nodes import storage_bytes, storage_of
+from ..graphs.roofline import has_formula
+from ..graphs.saved import SavedTensor, place_of
+from ..graphs.speeds import Rates, measured_rates
 from ..hook import KEEP, Hook
 from ..library.float8 import float8
 from ..library.integer import int4, int8
 from ..library.lossless import lossless
-from ..offloading.hook import offload, settings_of
-from .options import error_of
-from .step import KEPT, Option, Step
+from ..offloading.hook import for_budget, offload, settings_of
+from ..offloading.transfers import COPIES
+from ..passes.live_bytes import LivePoint
+from ..passes.plan import Plan
+from ..settings.setting import choose
+from ..steps.schedule import DECIDED_LATER
+from ..steps.simulated import Call, Predicted, Whole, predicted
+from ..torch_private import aot
+from .in_step import bytes_of
+from .kernels import split_and_hold
+from .options import Graphs, Joint, error_of, layers_of, storages_in_scope
+from .recomputation import of_blocks
+from .step import COMPUTED, KEPT, Option, Step
 
-POINTWISE, BLOCKS = "recompute_pointwise", "blocks computed again"  # what is computed again; "": nothing
+NOTHING, POINTWISE, BLOCKS = "", "recompute_pointwise", "blocks computed again"  # what is computed again
 
-# The share of the time by which a way must be able to beat what was found, to be tried. Predictions of times differ by
-# more than that from one partition to another.
 GAIN = 0.002
-# By this share the graphs of a way may take less than the bound: kernels then reuse memory that they don't without
-# hooks (0.011 was seen, of int8 in a small network on a CPU), and a result is saved in place of terms (0.018).
+"""The share of the time by which a way must be able to beat what was found, to be tried.
+
+Predictions of times differ by more than that from one partition to another.
+"""
 _LESS = 0.05
+"""By this share of the bytes the graphs of a way may take less than its bound.
+
+Kernels then reuse memory that they don't without hooks (0.011 was seen, of int8 in a small network on a CPU), and a
+result is saved in place of terms (0.018).
+"""
+_STATISTIC = 64  # A value with fewer than one in so many of the forward's most elements is a statistic.
 _MASKS = "lossless()"
 
+# Of copies that are planned for all calls of a step:
+_STALLS = (0.01, 0.03, 0.1, 0.3, math.inf)  # Shares of a step that copies may hold it up, tried in this order.
+_HALVED = 3  # So many times the interval between the last share that is too short and the first that fits is halved.
+# At run time copies may hold a step up this many times longer than planned, and by this share of it more: what is
+# sent must not be less than planned if the compute is faster than predicted.
+_STALL_ROOM, _STALL_SHARE = 1.5, 0.01
+_MIN_BYTES = 1 << 20  # Smaller tensors stay on the device, as in `offload()`.
+_IN_FLIGHT = 768 << 20  # Bytes of copies that are started and not waited for, at most; measured with 16 blocks of 8B.
+_IN_FLIGHT_SHARE = 0.125  # The same as a share of the budget.
 
-class Way(NamedTuple):
+
+@dataclass(frozen=True)
+class Way:
     """A way that a user can type.
 
     Attributes:
-        again: what is computed again: "", `POINTWISE` or `BLOCKS`.
-        name: of the options of a `Step` that store values like it does; "" if it keeps them.
-        rule: the hook or policy.
+        again: what is computed again: `NOTHING`, `POINTWISE` or `BLOCKS`.
+        form: the hook, or `lossless()`, for the form in which tensors are saved; None: as they are.
+        sends: whether they wait on the host.
     """
 
     again: str
-    name: str
-    rule: Any
+    form: Any = None
+    sends: bool = False
+
+    @property
+    def name(self) -> str:
+        """How it stores values, by the name of the options of a `Step` that do the same; "" if it keeps them."""
+        form = "" if self.form is None else repr(self.form)
+        return f"offload({form and f'then={form}'})" if self.sends else form
+
+    def rule(self, **limits: Any) -> Any:
+        """The hook or policy. `limits`: arguments of `offload`."""
+        if not self.sends:
+            return KEEP if self.form is None else self.form
+        if self.again == BLOCKS:  # what is left on the device is little, and all of it is to go
+            limits = {"max_stall_ms": math.inf} | limits
+        return offload(then=self.form, **limits)
 
     def __str__(self) -> str:
         return ", ".join(filter(None, (self.name, self.again)))
 
 
-def ways(allow: Sequence[Any], max_error: float) -> dict[str, list[Way]]:
-    """The ways that `allow` has the means for, by what they compute again."""
-    rounded = {"float8()": float8(), "int8()": int8(), "int4()": int4()}
-    rounded = {name: hook for name, hook in rounded.items() if name[:-2] in allow}
-    rounded |= {repr(means): means for means in allow if isinstance(means, Hook)}
-    rounded = {name: hook for name, hook in rounded.items() if error_of(hook) <= max_error}
-    hooks: dict[str, Any] = {"": KEEP}
-    hooks |= {"lossless()": lossless()} if "lossless" in allow else {}
-    hooks |= rounded
-    sent = {"offload()": offload()} if "offload" in allow else {}
-    if sent:
-        forms = {name: hook for name, hook in rounded.items() if settings_of(hook) is None}
-        hooks |= sent | {f"offload(then={name})": offload(then=hook) for name, hook in forms.items()}
-    found = {"": [Way("", name, rule) for name, rule in hooks.items() if name]}
-    if "recompute" in allow:
-        found[POINTWISE] = [Way(POINTWISE, name, rule) for name, rule in hooks.items()]
-        found[BLOCKS] = [Way(BLOCKS, name, rule) for name, rule in ({"": KEEP} | sent).items()]
+def ways(allow: Sequence[Any], max_error: float) -> list[Way]:
+    """The ways that `allow` has the means for."""
+    exact: list[Any] = [None, lossless()] if "lossless" in allow else [None]
+    library = {"float8": float8(), "int8": int8(), "int4": int4()}
+    own = [means for means in allow if isinstance(means, Hook)]
+    rounded = [h for h in (*(h for name, h in library.items() if name in allow), *own) if error_of(h) <= max_error]
+    sent = [None, *(hook for hook in rounded if settings_of(hook) is None)] if "offload" in allow else []
+    found = []
+    for again in (NOTHING, POINTWISE, BLOCKS) if "recompute" in allow else (NOTHING,):
+        found += [Way(again, form) for form in ([None] if again == BLOCKS else exact) + rounded if form or again]
+        found += [Way(again, form, True) for form in sent]
     return found
 
 
-def promising(own: Step, found: Sequence[Way], peak: float, most_ms: float) -> Iterator[Way]:
+def error_within(plan: Plan, way: Way, saved_bytes: int) -> float:
+    """The relative error of the gradient, estimated from bytes: of what the backward reads, a part is rounded, and a
+    part is computed from it again, which may be twice as wrong. `saved_bytes`: what crosses without a budget."""
+    rounded = sum(d.saved_bytes for d in plan.decisions if d.hook is not KEEP and d.hook.lossy)
+    saved = sum(d.saved_bytes for d in plan.decisions)
+    if not rounded:
+        return 0.0
+    all_bytes = max(saved, saved_bytes)
+    again = rounded / saved * (all_bytes - saved)
+    return error_of(way.form) * math.sqrt((rounded + COMPUTED * again) / all_bytes)
+
+
+# --- graphs that compute something again ------------------------------------------------------------------------------
+
+
+def computed_again(
+    again: str, joint: Joint, stock: Graphs, most_ms: float = math.inf, *, one_block: bool = False
+) -> Graphs | None:
+    """The graphs that compute again what `again` says; `stock`: those that compute nothing again.
+
+    None if there is nothing like that, or if products alone take `most_ms`: a split takes as long as a compilation's.
+    `one_block`: the graph is a block.
+    """
+    if again != BLOCKS:
+        with aot.recomputing_pointwise(again == POINTWISE):
+            return joint.graphs()
+    found = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), _blocks(stock, one_block=one_block))
+    if found is None:
+        return None
+    names, gone, reads = found
+    forward, backward = ({n.name: ms for n, ms in each.items() if has_formula(n)} for each in stock.times)
+    twice = sum(ms for name, ms in forward.items() if name in names)
+    if sum(forward.values()) + sum(backward.values()) + twice >= most_ms:
+        return None
+    kept = {v.fw_node.name for v in stock.boundary.tensors if storage_of(v.fw_node) not in gone}
+    with aot.recomputed(joint.gm, names, (kept | reads) - names):
+        return joint.graphs()
+
+
+def _blocks(stock: Graphs, *, one_block: bool) -> dict[Node, str]:
+    """The block of each node of the forward, "" for what is saved: nodes in no block, and statistics.
+
+    Statistics are saved because inputs that are rounded must not be read for them.
+    """
+    nodes = [n for n in stock.fw.graph.nodes if n.op == "call_function"]
+    layers = layers_of([place_of(n, stock.roots)[0] for n in nodes])
+    sizes = {n: value.numel() for n in nodes if isinstance(value := n.meta.get("val"), torch.Tensor)}
+    small = {n for n, size in sizes.items() if 1 < _STATISTIC * size < max(sizes.values())}
+    statistics = {n for n in small if n.all_input_nodes and small.issuperset(n.all_input_nodes)}
+    block = (lambda layer: "block") if one_block else (lambda layer: layer)
+    return {n: "" if n in statistics else block(layer) for n, layer in zip(nodes, layers, strict=True)}
+
+
+# --- for a graph that is the whole step -------------------------------------------------------------------------------
+
+
+def promising(own: Step, found: Iterable[Way], peak: float, most_ms: float) -> Iterator[Way]:
     """Those of `found` that may be under `peak` and take less than `most_ms`, the fastest first.
 
     `own`: the step of graphs that compute again what these ways compute again, with options for all other means.
     """
-    bounds = {way: _bounds(own, way.name) for way in found}
-    able = [way for way in found if bounds[way][0] < most_ms and (1 - _LESS) * bounds[way][1] <= peak]
+    bounds = {way: _bounds(own, way) for way in found}
+    able = [way for way in bounds if bounds[way][0] < most_ms and (1 - _LESS) * bounds[way][1] <= peak]
     yield from sorted(able, key=lambda way: bounds[way][0])
 
 
-def _bounds(own: Step, name: str) -> tuple[float, int]:
-    """The least that a step can take whose values are all stored by the options `name`: milliseconds, and bytes.
+def _bounds(own: Step, way: Way) -> tuple[float, int]:
+    """The least that a step can take whose values are all stored as by `way`: milliseconds, and bytes.
 
     Copies to the host may wait, and less may be sent. Both takes bytes, and neither saves time. Hooks that round store
     masks as `lossless()` does. They may pack a part of a storage, which no option does: queries, keys and values of one
     projection. So a value without options counts as gone.
     """
-    rounds = name not in ("", _MASKS, "offload()")
+    rounds = way.form is not None and way.name != _MASKS
     change = [0] * (len(own.live) + 1)
     chosen: list[Option] = []
     for value in own.values:
         options = {o.name: o for o in value.options}
-        option = options.get(name) or (options.get(_MASKS, KEPT) if name else KEPT)
+        option = options.get(way.name) or (options.get(_MASKS, KEPT) if way.name else KEPT)
         end = value.last + 1 if option.in_registers else value.first
         if option is not KEPT and value.saved and end > value.gone:
             chosen.append(option)
@@ -105,3 +213,166 @@ def _bounds(own: Step, name: str) -> tuple[float, int]:
     # a hook may send less than all: then it packs less, too
     ms = own.ms if any(option.link_bytes for option in chosen) else own.ms_with(chosen)
     return ms, own.bytes_of(live).peak(own.moments)
+
+
+# --- for a graph that many calls of a step run ------------------------------------------------------------------------
+
+
+class Typed(NamedTuple):
+    """A graph that is compiled in a way that a user can type."""
+
+    way: Way
+    fw: GraphModule
+    bw: GraphModule
+    plan: Plan
+    live: tuple[LivePoint, ...]
+    call: Call
+    step: Predicted
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The steps that a graph runs in, with the graph compiled in a way that a user can type.
+
+    What is solved for one graph hides the copies of a call in that call's own compute. `offload(across_graphs=True)`
+    hides them in the whole step: each call decides when it runs what it sends.
+
+    Attributes:
+        wholes: the steps. Each must stay under its peak; the time of the last one counts.
+        allow, max_error: of the budget.
+        stock: the graph without anything computed again.
+    """
+
+    wholes: tuple[Whole, ...]
+    allow: tuple[Any, ...]
+    max_error: float
+    joint: Joint
+    stock: Graphs
+
+    def fastest(self, most_ms: float, only: tuple[str, str] | None = None) -> Typed | None:
+        """The fastest way of those that take less than `most_ms` a call; None if there is none.
+
+        `only`: what the one way to look at computes again, and its name; None: all.
+        """
+        best: Typed | None = None
+        rates = _link(self.stock) if "offload" in self.allow and self.stock.launched else None
+        for again, found in itertools.groupby(self._ways(), lambda way: way.again):
+            able = [way for way in found if (rates or not way.sends) and only in (None, (again, way.name))]
+            graphs = computed_again(again, self.joint, self.stock, one_block=True) if able else None
+            if graphs is None:
+                continue
+            for way in able:
+                one = self._typed(graphs, way, rates if way.sends else None)
+                if one is not None and one.step.call_ms < (most_ms if best is None else best.step.call_ms):
+                    best = one
+        return best
+
+    def _ways(self) -> list[Way]:
+        """The ways to try. Of forms that round the first is enough: it is the fastest."""
+        found = ways(self.allow, self.max_error)
+        rounded = [way.form for way in found if way.form is not None and error_of(way.form)]
+        return [way for way in found if way.form not in rounded[1:]]
+
+    def _typed(self, graphs: Graphs, way: Way, rates: Rates | None) -> Typed | None:
+        """One way, with copies that hold the step up as little as its peak allows; None if it is over the peak."""
+        in_flight = min(_IN_FLIGHT, *(int(_IN_FLIGHT_SHARE * whole.peak) for whole in self.wholes))
+
+        def rule(max_stall_ms: float) -> Any:
+            limits: dict[str, Any] = {"in_flight_bytes": in_flight, "max_stall_ms": max_stall_ms, "rates": rates}
+            limits |= {"min_bytes": _MIN_BYTES, "across_graphs": True}
+            return way.rule() if rates is None else for_budget(way.rule(**limits))
+
+        found, plan, live = self._rewritten(graphs, way, rule(0.0))
+        saved_bytes = sum(v.row.nbytes for v in self.stock.boundary.tensors)
+        if error_within(plan, way, saved_bytes) > self.max_error:
+            return None
+        call = _call(found, plan, live)
+        inputs_bytes = sum(self._sent_inputs(graphs, way).values())
+        # what one call returns is an item of the next one, so it counts once; but for the last call
+        call = call._replace(nbytes=call.nbytes._replace(held=call.nbytes.held - inputs_bytes))
+        step_ms = self.wholes[-1].calls * (call.forward_ms + call.backward_ms)
+
+        def steps(max_stall_ms: float) -> list[Predicted] | None:
+            """The steps with copies that may hold them up so long; None if one is over its peak."""
+            found = [predicted(whole, call, in_flight, max_stall_ms, rates) for whole in self.wholes]
+            found = [step._replace(peak=step.peak + inputs_bytes) for step in found]
+            fits = all(step.peak <= whole.peak for step, whole in zip(found, self.wholes, strict=True))
+            return found if fits else None
+
+        stall_ms, best = _least_stall(steps, step_ms) if rates is not None else (0.0, steps(0.0))
+        if best is None:
+            return None
+        if rates is not None:  # with the stall that is needed, which the first time was not known
+            found, plan, live = self._rewritten(graphs, way, rule(_STALL_ROOM * stall_ms + _STALL_SHARE * step_ms))
+        return Typed(way, found.fw, found.bw, plan, live, call, best[-1])
+
+    def _rewritten(self, graphs: Graphs, way: Way, hook: Any) -> tuple[Graphs, Plan, tuple[LivePoint, ...]]:
+        """A copy of `graphs` with a hook for all, as the backend makes it for users who type it.
+
+        Inputs that are sent count as alive in the call that reads them.
+        """
+        inputs = self._sent_inputs(graphs, way)
+        scope = "no_static" if inputs and self.joint.setting.scope != "all" else None
+        found, plan = self.joint.hooked(graphs, _AlsoInputs(hook, frozenset(inputs)) if inputs else hook, scope=scope)
+        if way.again and graphs.fused:
+            split_and_hold(found.fw, found.bw, num_fwd_outputs=graphs.num_fwd_outputs, roots=graphs.roots)
+        more = sum(inputs.values())
+        return found, plan, tuple(replace(p, live_bytes=p.live_bytes + more) for p in found.live())
+
+    def _sent_inputs(self, graphs: Graphs, way: Way) -> dict[str, int]:
+        """The bytes of the inputs that the call before has returned, by name, if they are sent.
+
+        These are inputs with a gradient, beside parameters, and the graph returns as many bytes.
+        """
+        if not way.sends or way.again != BLOCKS or not all(whole.frees_inputs for whole in self.wholes):
+            return {}
+        outputs = [n for n in results_of(graphs.fw.graph)[: graphs.num_fwd_outputs] if isinstance(n, Node)]
+        returned = sum(storage_bytes(n.meta["val"]) for n in outputs if isinstance(n.meta["val"], torch.Tensor))
+        gradients = results_of(graphs.bw.graph)
+        inputs = graphs.fw.graph.find_nodes(op="placeholder")[: len(gradients)]
+        has_gradient = {n for n, gradient in zip(inputs, gradients, strict=False) if isinstance(gradient, Node)}
+        rows = [v.row for v in graphs.boundary.tensors if v.row.is_input and v.fw_node in has_gradient]
+        found = {row.name: row.nbytes for row in rows if not row.is_static}
+        return found if sum(found.values()) <= returned else {}
+
+
+@dataclass(frozen=True)
+class _AlsoInputs:
+    """A policy: `hook` for what is made in the graph, and for these of its inputs."""
+
+    hook: Any
+    names: frozenset[str]
+
+    def __call__(self, saved: SavedTensor) -> Hook:
+        takes = saved.name in self.names if saved.is_input else not saved.is_output
+        return choose(self.hook, saved) if takes else KEEP
+
+
+def _least_stall(
+    steps: Callable[[float], list[Predicted] | None], step_ms: float
+) -> tuple[float, list[Predicted] | None]:
+    """About the shortest stall with which steps stay under their peaks, and these steps; None if there is none."""
+    low, high, best = 0.0, 0.0, steps(0.0)
+    for share in _STALLS:
+        if best is None:
+            low, high = high, share * step_ms
+            best = steps(high)
+    for _ in range(_HALVED if best is not None and math.isfinite(high) and high else 0):
+        if (found := steps((low + high) / 2)) is None:
+            low = (low + high) / 2
+        else:
+            high, best = (low + high) / 2, found
+    return high, best
+
+
+def _call(graphs: Graphs, plan: Plan, live: Sequence[LivePoint]) -> Call:
+    items = tuple(t.nbytes for t in plan.transfers if t.placement.reason == DECIDED_LATER)
+    forward, backward = (sum(ms for n, ms in each.items() if n.target not in COPIES) for each in graphs.times)
+    longer = graphs.ms(plan.transfers) / (forward + backward) if forward + backward else 1.0  # if the host takes longer
+    return Call(bytes_of(live), items, longer * forward, longer * backward)
+
+
+def _link(graphs: Graphs) -> Rates | None:
+    """The rates of the one CUDA device of a graph; None: its copies would not run beside its compute."""
+    devices = {value.row.device for value in graphs.boundary.tensors if value.row.device.type == "cuda"}
+    return measured_rates(devices.pop()) if len(devices) == 1 else None

@@ -23,8 +23,9 @@ from ..hook import KEEP
 from ..passes.chunk import Chunked, chunked, with_peak
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Plan
-from .budget import Budget
+from .assignment import Assignment
 from .recipe import Refused, warn_of_refused
+from .trials import Planned
 
 log = logging.getLogger("aot_hooks")
 CHUNK = "chunk"  # the name of the means in `allow`
@@ -38,14 +39,6 @@ _LOWER = 0.98
 # The share of the time, or of the peak, by which one plan must beat another: predictions differ by more than that from
 # one partition to another.
 _GAIN = 0.002
-
-
-class Planned(NamedTuple):
-    """A joint graph that is planned within a budget."""
-
-    fw: GraphModule
-    bw: GraphModule
-    plan: Plan
 
 
 class Within(Protocol):
@@ -70,7 +63,7 @@ class _Search:
         rows: of the plan that is taken: what was done with each last layer.
     """
 
-    budget: Budget
+    budget: Assignment
     joint: GraphModule
     within: Within
     tightest: _Tightest
@@ -109,7 +102,7 @@ class _Search:
 
 
 def with_chunks(
-    budget: Budget,
+    budget: Assignment,
     joint: GraphModule,
     within: Within,
     stock: Callable[[GraphModule], Sequence[LivePoint]],
@@ -173,12 +166,12 @@ def _peak(points: Sequence[LivePoint]) -> int:
     return max((point.live_bytes for point in points), default=0)
 
 
-def _is_for_lowest(budget: Budget) -> bool:
+def _is_for_lowest(budget: Assignment) -> bool:
     """Whether the plan with the lowest peak is asked for, not the fastest one."""
     return budget.least or (budget.peak is None and budget.total is None)
 
 
-def _fits_as_it_is(budget: Budget, plan: Plan) -> bool:
+def _fits_as_it_is(budget: Assignment, plan: Plan) -> bool:
     """Whether `plan`, which has no chunks, costs nothing: no time, and no rounding."""
     return not _is_for_lowest(budget) and not _ratio(plan) > 1 + _GAIN and not _rounded_bytes(plan)
 
@@ -191,13 +184,13 @@ def _rounded_bytes(plan: Plan) -> int:
     return sum(d.saved_bytes for d in plan.decisions if d.hook.lossy)
 
 
-def _is_in_time(budget: Budget, plan: Plan, whole: Planned | None) -> bool:
+def _is_in_time(budget: Assignment, plan: Plan, whole: Planned | None) -> bool:
     """Casts of parameters may take their time under any budget, so the plan `whole` may take longer than it says."""
     limit = max(budget.step_ratio, 0.0 if whole is None else _ratio(whole.plan))
     return _ratio(plan) <= limit * (1 + _GAIN)
 
 
-def _is_better(budget: Budget, plan: Plan, other: Plan) -> bool:
+def _is_better(budget: Assignment, plan: Plan, other: Plan) -> bool:
     if _is_for_lowest(budget):
         return plan.peak_bytes < (1 - _GAIN) * other.peak_bytes
     if abs(plan.after_ms - other.after_ms) > _GAIN * other.after_ms:

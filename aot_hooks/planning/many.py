@@ -24,7 +24,7 @@ import threading
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,17 +36,18 @@ from ..identity.canonical import canonical
 from ..passes.plan import Plan
 from ..steps.memory import ALONE, Bytes, Moment
 from ..steps.moments import Instant, between, instants_of, latest, moments_of, shares, tight_peak
-from ..steps.parameters import gathered_bytes, gradient_bytes
+from ..steps.parameters import frees_inputs, gathered_bytes, gradient_bytes
 from ..steps.recorder import Call, Recorder, Step, Trace
+from ..steps.simulated import Whole, whole_of
 from ..torch_private import aot, autograd, dynamo
-from ..torch_private.values import is_traced_value
-from .apart import Ways, averaged, tried_counts
-from .budget import Budget, mib
-from .by_hand import Whole, whole_of
+from ..torch_private.values import is_traced_value, pytree
+from .apart import averaged, tried_counts
+from .assignment import UNSEEN, Assignment, TightCalls
+from .budget import mib
+from .in_step import bytes_of, own_bytes
 from .measured import StepCheck, step_check
 from .recipe import Recipe
 from .versions import Mode, Version, held_bytes
-from .within import UNSEEN, bytes_of, own_bytes
 
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
@@ -58,7 +59,7 @@ _NOT_KNOWN = Bytes(0, 0, 0)
 Products = Mapping[Any, int]  # of symbolic sizes, see sizes.py
 
 _lock = threading.RLock()
-_groups: dict[Budget, Group] = {}
+_groups: dict[Assignment, Group] = {}
 
 
 @dataclass(eq=False)
@@ -71,13 +72,14 @@ class Graph:
         share: bytes that a call may take in the step that is planned, or takes if it is compiled for it (`is_fixed`);
             on average, if some calls hold less than others.
         ms: the time of a call without hooks, as predicted.
-        least_plan: the plan of a call that holds the least, if that is one graph without larger sizes.
+        least_ms: the time of a call that holds the least, if that is one graph without larger sizes; 0.0: not known.
         is_nested: in all planned steps, its calls run backward in the reverse order of their forwards. Else they are
             alike: a call that holds the least takes much in its backward, while those that hold more still hold it.
         calls: how many hold something at the same time in the planned step.
         compiled_count: how often it was compiled for a step of many calls.
         sizes: the products of symbolic sizes that its bytes are for. A call of larger ones gets a graph of its own.
         grown: how many graphs for smaller sizes were before it.
+        frees_inputs: its calls are all that holds what they read of one another, see steps/parameters.py.
         program: the digest of what its plans depend on, see stored.py; "" if nobody asked for it.
         recipe, tight_recipe: loaded plans of its versions, to be made in place of a search.
         codes: weak references to the code of its functions.
@@ -90,7 +92,7 @@ class Graph:
     least: Bytes | None = None
     share: Bytes = _NOT_KNOWN
     ms: float = 0.0
-    least_plan: Plan | None = None
+    least_ms: float = 0.0
     is_nested: bool = True
     calls: int = 1
     is_fixed: bool = False
@@ -98,6 +100,7 @@ class Graph:
     was_planned: bool = False
     sizes: Products = field(default_factory=dict)
     grown: int = 0
+    frees_inputs: bool = False
     program: str = ""
     recipe: Recipe | None = None
     tight_recipe: Recipe | None = None
@@ -109,7 +112,7 @@ class Graph:
         """A lower bound of the bytes of a call at `sizes`, as a share of its bytes at `self.sizes`."""
         return min((n / self.sizes[k] for k, n in sizes.items()), default=1.0)
 
-    def rule(self, given: Budget, sizes: Products) -> Budget:
+    def rule(self, given: Assignment, sizes: Products) -> Assignment:
         """The budget to compile the graph with at symbolic `sizes`: all bytes are scaled by `share_of(sizes)`."""
         with _lock:
             part = self.share_of(sizes)
@@ -141,14 +144,13 @@ class Graph:
         held = self.least.held if self.least is not None else 0
         return moments_of(self, self.group.traces, of, (tight, held))
 
-    def _apart(self) -> Ways | None:
-        found, least = self.least_plan, self.least
-        if found is None or found.program is None or least is None or not self.is_nested or aot.cuts_for_ddp():
+    def _apart(self) -> TightCalls | None:
+        least = self.least
+        if not self.least_ms or least is None or not self.is_nested or aot.cuts_for_ddp():
             return None
-        step, max_error = found.program
         peak = int((1 - UNSEEN) * self.group.peak_bytes)
         counts = tuple((n, self._moments(n), self._tight_peak(least, n)) for n in tried_counts(self.calls))
-        return Ways(step, step.ms * found.step_ratio, self.calls, peak, max_error, counts)
+        return TightCalls(self.least_ms, self.calls, peak, counts)
 
     def _wholes(self) -> tuple[Whole, ...]:
         """The steps around the graph's calls; () if ways that a user can type are not to be tried."""
@@ -164,14 +166,14 @@ class Graph:
             return graph.ms * (_FORWARD_SHARE if phase == "forward" else 1 - _FORWARD_SHARE)
 
         found = [whole_of(self, trace, lambda graph: graph.share, ms, peak, link_share) for trace in traces]
-        wholes = tuple(whole for whole in found if whole is not None)
+        wholes = tuple(replace(whole, frees_inputs=self.frees_inputs) for whole in found if whole is not None)
         return wholes if len(wholes) == len(found) else ()
 
     def _tight_peak(self, nbytes: Bytes, count: int) -> int:
         traces = self.group.traces
         return max((tight_peak(self, trace, lambda graph: graph.share, count, nbytes) for trace in traces), default=0)
 
-    def tight_rule(self, given: Budget, plans: Sequence[Plan]) -> Budget | None:
+    def tight_rule(self, given: Assignment, plans: Sequence[Plan]) -> Assignment | None:
         """The budget to compile a second version with, for the calls that hold less; None: all are alike."""
         share = plans[0].in_step if plans else None
         with _lock:
@@ -179,7 +181,7 @@ class Graph:
                 return None
             return replace(self._least_rule(given), recipe=self.tight_recipe)
 
-    def _least_rule(self, given: Budget) -> Budget:
+    def _least_rule(self, given: Assignment) -> Assignment:
         moments = moments_of(self, self.group.traces, lambda _: _NOT_KNOWN) if self.group.counted else ALONE
         return replace(given, free=None, least=True, moments=moments)
 
@@ -226,7 +228,9 @@ class Graph:
             if listed is not None:
                 self.listed.append((listed, list(plans)))
             if mode is Mode.LEAST:
-                self.least, self.least_plan = version.nbytes, plans[0] if len(plans) == 1 and growth == 1 else None
+                one = len(plans) == 1 and growth == 1
+                one = len(plans) == 1 and growth == 1
+                self.least, self.least_ms = version.nbytes, plans[0].after_ms if one else 0.0
             return version
 
     def compile_again(self, mode: Mode) -> None:
@@ -276,7 +280,7 @@ class Group:
         restored: graphs of loaded plans that were not compiled yet, by their programs.
     """
 
-    budget: Budget
+    budget: Assignment
     graphs: dict[str, Graph] = field(default_factory=dict)
     traces: list[Sequence[Instant]] = field(default_factory=list)
     planned_peak: int = 0
@@ -332,9 +336,7 @@ class Group:
             return
         recorder, step = self.recorder, self.step
         with _lock:
-            call = recorder.saves(
-                version, (a for a in args if isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf)
-            )
+            call = recorder.saves(version, _with_gradient(args), _with_gradient(pytree.tree_leaves(outputs)))
             alone = version.mode is version.graph.mode is Mode.ALONE
             held = held_bytes(step)
             if alone and len(step.holding) > 1 and held > _SMALL * self.peak_bytes:
@@ -391,6 +393,8 @@ class Group:
         self.notes_parameters = self.needs_plan = not step.notes_parameters
         if step.notes_parameters:  # else the next one like it tells
             gradients = gradient_bytes(step)
+            for graph in {version.graph for version in trace.calls}:
+                graph.frees_inputs = frees_inputs(step, graph)
             self.plan_or_accept(step, trace, lambda key: instants_of(trace, key, gradients, gathered))
 
     def plan_or_accept(self, step: Step, trace: Trace, instants: Callable[..., list[Instant]]) -> None:
@@ -479,7 +483,11 @@ class Group:
         )
 
 
-def group_of(rule: Budget) -> Group | None:
+def _with_gradient(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+
+
+def group_of(rule: Assignment) -> Group | None:
     """All graphs under the budget `rule`; None if its peak is not in bytes."""
     if rule.peak_bytes is None:
         return None
@@ -490,7 +498,9 @@ def group_of(rule: Budget) -> Group | None:
         return group
 
 
-def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any], sizes: Products, program: str = "") -> Graph | None:
+def graph_of(
+    rule: Assignment, gm: GraphModule, inputs: Sequence[Any], sizes: Products, program: str = ""
+) -> Graph | None:
     """The graph `gm` under the budget `rule`; None if its peak is not in bytes.
 
     Equal graphs are one, but for those with symbolic `sizes` that are too large for its plans. The first one of a

@@ -27,7 +27,7 @@ from ..passes.plan import Plan
 from ..steps.schedule import DECIDED_LATER
 from ..torch_private import dynamo
 from ..torch_private.autograd import at_end_of_backward
-from .budget import Budget
+from .assignment import Assignment
 from .step import ALONE
 
 log = logging.getLogger("aot_hooks")
@@ -36,12 +36,12 @@ _AFTER = "after the compiled forward: in the loss, or in the backward"
 _TRIES = 3  # calls that are measured alone
 _UNPLANNED = 8  # Steps until copies that are decided at run time follow a plan. Up to then all is sent.
 _ROOM = 1.25  # times the bytes that a plan did not foresee: the next plan may miss more
-_tighter: Memo[dict[Any, Budget]] = Memo()  # by the `torch.compile` wrapper: by code and budget, the one to plan with
+_tighter: Memo[dict[Any, Assignment]] = Memo()  # by `torch.compile` wrapper: by code and budget, the one to plan with
 
 
 def tightened(rule: Any, wrapper: Any) -> Any:
     """`rule`, or a tighter budget if a measured step of the function that Dynamo is compiling was over `rule`."""
-    if not isinstance(rule, Budget):
+    if not isinstance(rule, Assignment):
         return rule
     return (_tighter.get(wrapper) or {}).get((dynamo.code_being_compiled(), replace(rule, free=None)), rule)
 
@@ -68,7 +68,7 @@ class Counters:
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
-def checked(run: Callable[..., Any], budget: Budget, plans: Sequence[Plan], wrapper: Any) -> Callable[..., Any]:
+def checked(run: Callable[..., Any], budget: Assignment, plans: Sequence[Plan], wrapper: Any) -> Callable[..., Any]:
     """`run`, a compiled forward with `plans`, with the peaks of its first steps compared with `budget`.
 
     `wrapper` is what `torch.compile` returned for the function that Dynamo is compiling, None if there is none.
@@ -129,7 +129,7 @@ class StepCheck:
         waits: steps that pass before the first is measured.
     """
 
-    budget: Budget
+    budget: Assignment
     peak: int
     counter: Counters
     tighter: bool
@@ -172,7 +172,7 @@ class StepCheck:
         return 0
 
 
-def step_check(budget: Budget, plans: Sequence[Plan], *, tighter: bool) -> StepCheck | None:
+def step_check(budget: Assignment, plans: Sequence[Plan], *, tighter: bool) -> StepCheck | None:
     """The check of a step with `plans`; None where nothing counts bytes."""
     device, peak = _cuda_device(plans), budget.peak_bytes
     if device is None or peak is None:
@@ -181,7 +181,7 @@ def step_check(budget: Budget, plans: Sequence[Plan], *, tighter: bool) -> StepC
     return StepCheck(budget, peak, Counters(device), tighter, waits=_UNPLANNED if at_run_time else 0)
 
 
-def _warn(budget: Budget, peak: int, taken: int, predicted: int, where: str, *, tighter: bool) -> None:
+def _warn(budget: Assignment, peak: int, taken: int, predicted: int, where: str, *, tighter: bool) -> None:
     tried = ", with a plan that is tighter by what the first did not foresee" if tighter else ""
     warn_user(
         f"aot_hooks: {budget!r}: a step took {taken / _MIB:.1f} MiB over what was allocated before it, "

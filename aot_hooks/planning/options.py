@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,12 @@ from ..library.lossless import lossless
 from ..offloading.hook import offload, settings_of
 from ..offloading.transfers import COPIES
 from ..passes.live_bytes import LivePoint, live_bytes
-from ..passes.plan import NOTHING, Unpacked, decide
+from ..passes.plan import NOTHING, Plan, Unpacked, decide
 from ..passes.trace import TracedHook
 from ..passes.units import Trace, trace_units
 from ..settings.setting import Setting, out_of_scope
 from ..steps.schedule import Transfer
+from ..torch_private import aot
 from ..torch_private.values import hint
 from .recomputation import with_recompute
 from .step import Option, Step, Value
@@ -91,6 +92,42 @@ class Graphs:
         return step_ms(self.fw, self.bw, self.fused, COPIES, transfers, launched=self.launched, times=self.times)
 
 
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph, and how it becomes two graphs with hooks.
+
+    Attributes:
+        gm: the joint graph. Marks on it say what is computed again.
+        split: partitions `gm`; called again after marks have changed.
+        without_hooks: the live bytes and the milliseconds of the graphs as torch partitions them, once `split` ran.
+        rewrite: puts the hooks of a setting into two graphs, in place.
+        setting: what the user asked for.
+        parts: further arguments of `Graphs`.
+    """
+
+    gm: GraphModule
+    split: Callable[[], tuple[GraphModule, GraphModule]]
+    without_hooks: Callable[[], tuple[tuple[LivePoint, ...], float]]
+    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace | None], Plan]
+    setting: Setting
+    parts: Mapping[str, Any]
+
+    def graphs(self) -> Graphs:
+        return Graphs(*self.split(), **self.parts)
+
+    def hooked(
+        self, graphs: Graphs, rule: Any, trace: Trace | None = None, scope: str | None = None
+    ) -> tuple[Graphs, Plan]:
+        """A copy of `graphs` with the hooks that `rule` asks for, and their plan.
+
+        Args:
+            trace: None for what a user can type, which is rewritten as it is without a budget.
+            scope: in place of that of the setting.
+        """
+        found = dataclasses.replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
+        return found, self.rewrite(found.fw, found.bw, Setting(rule, scope or self.setting.scope), trace)
+
+
 def step_of(
     graphs: Graphs, scope: str | None, allow: Iterable[Any], max_error: float, reached: Mapping[Any, int] | None = None
 ) -> tuple[Step, list[list[SavedValue]]]:
@@ -101,7 +138,7 @@ def step_of(
     """
     cross = graphs.boundary
     points = graphs.live()
-    groups = _storages_in_scope(cross, scope)
+    groups = storages_in_scope(cross, scope)
     devices = [group[0].row.device for group in groups]
     rates = measured_rates(next((d for d in devices if d.type == "cuda"), torch.device("cpu")))
     both = (graphs.fw, graphs.bw)
@@ -182,7 +219,7 @@ def _nodes(gm: GraphModule) -> list[Node]:
     return [n for n in gm.graph.nodes if n.op != "placeholder"]
 
 
-def _storages_in_scope(cross: Boundary, scope: str | None) -> list[list[SavedValue]]:
+def storages_in_scope(cross: Boundary, scope: str | None) -> list[list[SavedValue]]:
     """The saved values that the budget decides for, by storage."""
     groups: dict[int, list[SavedValue]] = defaultdict(list)
     for value in cross.tensors:

@@ -22,7 +22,7 @@ from ..passes.plan import Plan
 from ..settings.setting import Setting
 from ..torch_private import aot
 from . import many, measured, progress, stored
-from .budget import Budget
+from .assignment import Assignment
 from .sizes import NO_SIZES, Sizes, guarded
 from .versions import Mode, Version
 from .within import partition_within
@@ -40,10 +40,10 @@ def forget() -> None:
 
 
 def is_budget(setting: Setting | None) -> bool:
-    return setting is not None and isinstance(setting.rule, Budget)
+    return setting is not None and isinstance(setting.rule, Assignment)
 
 
-def _may_be_apart(rule: Budget) -> bool:
+def _may_be_apart(rule: Assignment) -> bool:
     """Whether some calls of a graph may hold less than others."""
     return rule.apart is not None or (rule.recipe is not None and rule.recipe.apart is not None)
 
@@ -73,14 +73,14 @@ class Planner:
         self.asked, self.wrapper, self.program = asked, wrapper, program
         self.sizes = NO_SIZES
         self.tight_plans: list[Plan] = []
-        self._budget: Budget | None = None  # what the plans of a graph that is the whole step are made with
+        self._budget: Assignment | None = None  # what the plans of a graph that is the whole step are made with
         self._graph: many.Graph | None = None  # in steps of many calls
         self._setting = asked
         self._tight_run: _Compiled | None = None
         self._version: Version | None = None
         self._begun_s = time.perf_counter()
         self._why_not_loaded = ""  # "" if a plan was loaded, or none for any graph
-        if asked is not None and isinstance(asked.rule, Budget):
+        if asked is not None and isinstance(asked.rule, Assignment):
             self._budget = rule = measured.tightened(asked.rule, wrapper)
             self.sizes = Sizes.of(gm)
             # a step with a loaded plan may have been over its budget: the next plan is searched for
@@ -176,7 +176,7 @@ class Planner:
     def wrap(self, run: _Compiled, plans: Sequence[Plan]) -> _Compiled:
         """`run` with what a budget does at run time."""
         rule = None if self._setting is None or not plans else self._setting.rule
-        if isinstance(rule, Budget):  # compares the peaks of the first steps with the budget
+        if isinstance(rule, Assignment):  # compares the peaks of the first steps with the budget
             run = measured.checked(run, rule, plans, self.wrapper)
         if self._version is not None:  # plans for all calls of a step together, and for larger sizes anew
             run = guarded(run, self._version, plans, self.sizes)

@@ -45,7 +45,7 @@ class Recipe:
         partition: the options that say what is computed again, of the step as torch partitions it.
         hooks: the options of the step that is left then.
         typed: a way that a user can type, in place of both: what it computes again and its name, see candidates.py.
-        by_hand: the name of such a way for a graph that many calls of a step run, see by_hand.py; "" if it is none.
+        across_graphs: that way is for a graph that many calls of a step run, and its copies hide in the whole step.
         apart: how many calls of the step hold the least, if not all are alike.
         drops_others: outputs beside the loss count as dropped before the backward.
         finer: the loss is in chunks of the usual size divided by this, see chunks.py; 0 if it is not in chunks.
@@ -54,7 +54,7 @@ class Recipe:
     partition: tuple[Pick, ...] = ()
     hooks: tuple[Pick, ...] = ()
     typed: tuple[str, str] | None = None
-    by_hand: str = ""
+    across_graphs: bool = False
     apart: Apart | None = None
     drops_others: bool = False
     finer: int = 0
@@ -66,7 +66,7 @@ class Recipe:
             "partition": [list(pick) for pick in self.partition],
             "hooks": [list(pick) for pick in self.hooks],
             "typed": None if self.typed is None else list(self.typed),
-            "by_hand": self.by_hand,
+            "across_graphs": self.across_graphs,
             "apart": apart,
             "drops_others": self.drops_others,
             "finer": self.finer,
@@ -83,7 +83,7 @@ class Recipe:
             _picks(data["partition"]),
             _picks(data["hooks"]),
             None if typed is None else (str(typed[0]), str(typed[1])),
-            str(data["by_hand"]),
+            bool(data["across_graphs"]),
             apart,
             bool(data["drops_others"]),
             int(data["finer"]),

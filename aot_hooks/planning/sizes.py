@@ -23,8 +23,8 @@ from ..errors import BudgetWarning, warn_user
 from ..passes.plan import Plan
 from ..torch_private import dynamo
 from ..torch_private.values import hint, pytree, symbols_of, upper_bound
+from .assignment import UNSEEN
 from .versions import Mode, Version
-from .within import UNSEEN
 
 MOST_GROWN = 4  # times that a graph is planned for larger sizes
 _MIB = 1 << 20

@@ -20,7 +20,7 @@ from ..passes.plan import Plan
 from ..steps.memory import Bytes
 from ..steps.moments import Instant
 from . import many
-from .budget import Budget
+from .assignment import Assignment
 from .recipe import Recipe
 from .versions import Mode
 
@@ -138,6 +138,7 @@ def _state_data(graph: many.Graph) -> dict[str, Any]:
         "least": None if graph.least is None else list(graph.least),
         "ms": graph.ms,
         "is_nested": graph.is_nested,
+        "frees_inputs": graph.frees_inputs,
         "calls": graph.calls,
         "sizes": [[[list(power) for power in product], n] for product, n in graph.sizes.items()],
     }
@@ -196,7 +197,7 @@ def load(data: Mapping[str, Any], programs: Sequence[Program]) -> int:
     return len(found)
 
 
-_ANY = Budget(0, None, (), 0.0)  # of groups that only show whether data has the right form
+_ANY = Assignment(0, None, (), 0.0)  # of groups that only show whether data has the right form
 
 
 def loaded_for(program: Program | None) -> Loaded | None:
@@ -221,7 +222,7 @@ def warn_once(program: Program, why: str) -> None:
     )
 
 
-def restore(rule: Budget, loaded: Loaded) -> None:
+def restore(rule: Assignment, loaded: Loaded) -> None:
     """Let the steps under `rule` begin as those of the process that saved `loaded`, if none has begun yet."""
     if loaded.state is None or (group := many.group_of(rule)) is None:
         return
@@ -258,6 +259,7 @@ def _restore_state(graph: many.Graph, loaded: Loaded) -> many.Graph:
     graph.least = None if state["least"] is None else _bytes(state["least"])
     graph.mode, graph.program = loaded.mode, loaded.program.digest
     graph.ms, graph.is_nested, graph.calls = float(state["ms"]), bool(state["is_nested"]), int(state["calls"])
+    graph.frees_inputs = bool(state["frees_inputs"])
     graph.sizes = {tuple((int(i), int(p)) for i, p in product): int(n) for product, n in state["sizes"]}
     graph.was_planned = graph.is_fixed = loaded.mode is Mode.PLANNED
     graph.recipe, graph.tight_recipe = loaded.recipe, loaded.tight

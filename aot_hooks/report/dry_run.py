@@ -22,7 +22,8 @@ from ..errors import BudgetWarning, OptionError, UnsupportedGraphError, UnusedWa
 from ..graphs.saved import SavedTensor
 from ..options import Options
 from ..passes.plan import Plan, joined
-from ..planning.budget import Budget, mib
+from ..planning.assignment import Assignment
+from ..planning.budget import mib
 from ..torch_private import aot
 from ..torch_private import dry_run as torch_dry_run
 from ..torch_private.values import data_dependent_errors, pytree, without_modes
@@ -78,7 +79,7 @@ def dry_run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **overrides:
     check_keywords("aot_hooks.plan", fn, kwargs, overrides)
     options = Options.parse(own_options | {name: value for name, value in overrides.items() if value is not None})
     plans: list[Plan] = []
-    budgets: list[Budget | None] = []  # of each graph of Dynamo with a plan; None for another policy
+    budgets: list[Assignment | None] = []  # of each graph of Dynamo with a plan; None for another policy
     reachable = reachable_values(fn)
     module = reachable[""]
     state = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import BudgetError, OptionError, error_behind
 from ..hook import KEEP
 from ..passes.plan import Plan
+from ..planning.assignment import Assignment
 from ..planning.budget import ALLOWED, Budget, budget
 from ..settings.byte_sizes import bytes_of, size_text
 from .dry_run import check_keywords, dry_run
@@ -138,7 +139,7 @@ def frontier_of(
     lowest = budget(max_slowdown=float("inf"), allow=allow, max_error=max_error)
     try_out(lowest)
     if in_parts:
-        try_out(replace(lowest, least=True))
+        try_out(Assignment.of(lowest, least=True))
     least, most = min(point.peak_bytes for point in found), stock.peak_bytes
     for peak in sorted({least + (most - least) * k // _POINTS for k in range(1, _POINTS)} - {0}):
         try_out(budget(f"{peak}B", allow=allow, max_error=max_error))

@@ -26,6 +26,7 @@ from ..context.pairs import ambient
 from ..errors import OptionError
 from ..hook import KEEP, Hook
 from ..passes.plan import Plan, joined
+from ..planning.assignment import Assignment
 from ..planning.budget import Budget
 from ..records import recorded
 from ..settings.setting import Setting
@@ -153,7 +154,9 @@ def check_gradients(
         if setting is not None and not setting.eager:
             # Inductor may order random operators differently even so: take the reference that is closer
             rule = setting.rule
-            packing_policy = replace(rule, around=_exact) if isinstance(rule, Budget) else _PackButRestore(setting)
+            packing_policy: Any = _PackButRestore(setting)
+            if isinstance(rule, Budget):
+                packing_policy = Assignment.of(rule, around=_exact)
             packing = run(saved_tensors_policy(packing_policy, scope=setting.scope))
             reference = min((reference, packing), key=lambda other: _output_error(other, found))
     both = [(name, g0, found.grads[name]) for name, g0 in reference.grads.items() if g0 is not None]

@@ -1,8 +1,12 @@
-"""What parameters have on the device beside the calls of a step: gradients, and memory that is gathered for a while."""
+"""What parameters have on the device beside the calls of a step: gradients, and memory that is gathered for a while.
+
+Also whether calls are all that holds what they read: the blocks of a model, each of which reads what the last returned.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -37,6 +41,17 @@ def gathered_bytes(step: Step) -> tuple[int, int]:
         return 0, 0
     gathered = [_GATHERED * sum(map(_parameter_bytes, parameters)) for parameters in noted]
     return max(n for i, n in enumerate(gathered) if freed[i] or not i), gathered[0]
+
+
+def frees_inputs(step: Step, graph: Any) -> bool:
+    """Whether the calls of `graph` are a chain, and what is between two of them is held by them alone.
+
+    So it is a value of the step, as others inside of a graph are. A program that keeps hidden states holds them, too.
+    """
+    calls = [call for call in step.calls if call.what.graph is graph]
+    last = step.events[-1].call  # this call may hold its inputs still: the end of the step is the end of its backward
+    held = any(ref() is not None for call in calls if call.number != last for ref in call.inputs)
+    return len(calls) > 1 and not held and all(call.inputs and call.is_chained for call in calls[1:])
 
 
 def plain_parts(x: torch.Tensor) -> Iterator[torch.Tensor]:

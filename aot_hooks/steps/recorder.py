@@ -95,6 +95,8 @@ class Call:
         what: what runs, see `Trace.calls`.
         was_read: its backward has run, at least once.
         parameters: weak references to the parameters that it reads, if its step notes them.
+        inputs: likewise, to other tensors with a gradient that it reads. `outputs`: to those that it returned.
+        is_chained: a call of the same graph returned all `inputs`.
     """
 
     step: int
@@ -102,6 +104,9 @@ class Call:
     what: Any
     was_read: bool = False
     parameters: Sequence[weakref.ref[torch.Tensor]] = ()
+    inputs: Sequence[weakref.ref[torch.Tensor]] = ()
+    outputs: Sequence[weakref.ref[torch.Tensor]] = ()
+    is_chained: bool = False
 
 
 @dataclass(eq=False)
@@ -192,12 +197,18 @@ class Recorder:
                 self.step = Step()
             return self.step
 
-    def saves(self, what: Any, parameters: Iterable[torch.Tensor] = ()) -> Call:
-        """Note that a call has begun to hold what it saved."""
+    def saves(self, what: Any, inputs: Iterable[torch.Tensor] = (), outputs: Iterable[torch.Tensor] = ()) -> Call:
+        """Note that a call has begun to hold what it saved. `inputs`, `outputs`: its tensors that have a gradient."""
         with self.lock:
             step = self.step
-            refs = [weakref.ref(p) for p in parameters] if step.notes_parameters else []
-            call = Call(step.number, len(step.calls), what, parameters=refs)
+            call = Call(step.number, len(step.calls), what)
+            if step.notes_parameters:
+                made = [x for x in inputs if not x.is_leaf]
+                call.parameters = [weakref.ref(x) for x in inputs if x.is_leaf]
+                call.inputs, call.outputs = [*map(weakref.ref, made)], [*map(weakref.ref, outputs)]
+                same = (other for other in step.calls if self.kind_of(other.what) == self.kind_of(what))
+                known = {id(x) for other in same for ref in other.outputs if (x := ref()) is not None}
+                call.is_chained = known.issuperset(map(id, made))
             step.calls.append(call)
             step.events.append(Event(Phase.FORWARD, call.number))
             step.holding[call.number] = call

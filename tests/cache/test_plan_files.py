@@ -26,7 +26,7 @@ import aot_hooks
 from aot_hooks.cache import plan_files, sealed
 from aot_hooks.errors import AotHooksError, CacheWarning, PlanFileError
 from aot_hooks.offloading import at_run_time
-from aot_hooks.planning import apart, by_hand, many, search, stored, within
+from aot_hooks.planning import apart, candidates, many, search, stored, trials
 from aot_hooks.planning.recipe import Pick, Recipe
 from aot_hooks.planning.step import Apart, Moment
 
@@ -47,7 +47,7 @@ def searches(monkeypatch) -> list[str]:
 
         monkeypatch.setattr(module, name, run)
 
-    for module, name in ((search, "solve"), (apart, "solve"), (within, "search")):
+    for module, name in ((search, "solve"), (apart, "solve"), (trials, "search")):
         noted(module, name)
     return found
 
@@ -166,8 +166,8 @@ def test_calls_that_hold_the_least_are_loaded_too(x, searches, compiled_kinds, p
 @pytest.mark.slow
 def test_copies_of_a_whole_step_are_loaded_too(x, searches, compiled_kinds, path, monkeypatch):
     rates = aot_hooks.Rates(to_host=3e10, to_device=3e10, memory=2e10, operations=1e11, operations32=1e11)
-    monkeypatch.setattr(by_hand, "_link", lambda graphs: rates)
-    monkeypatch.setattr(by_hand, "_MIN_BYTES", 0)
+    monkeypatch.setattr(candidates, "_link", lambda graphs: rates)
+    monkeypatch.setattr(candidates, "_MIN_BYTES", 0)
     clock = itertools.count(0.0, 0.25e-3)
     monkeypatch.setattr(at_run_time, "_mark", lambda device: next(clock))
     model = model_of(*[Block] * 16)
@@ -176,7 +176,7 @@ def test_copies_of_a_whole_step_are_loaded_too(x, searches, compiled_kinds, path
     for _ in range(3):
         assert_equal(train(model, x), expected)
     (plan,) = aot_hooks.last_plans(model)
-    assert plan.recipe.by_hand.startswith("offload()") and plan.transfers
+    assert plan.recipe.across_graphs and plan.recipe.typed[1] == "offload()" and plan.transfers
     aot_hooks.save_plans(path)
 
     anew(searches, compiled_kinds)
@@ -233,7 +233,7 @@ CHILD = """
 import sys
 import torch, aot_hooks
 from many_blocks import Block, Other, compile_blocks, model_of, train
-from aot_hooks.planning import search
+from aot_hooks.planning import apart, candidates, many, search, stored, trials
 from test_plan_files import digest
 from small_budgets import budget
 
@@ -461,7 +461,11 @@ def test_a_recipe_comes_back_from_json():
     recipe = Recipe(
         (Pick(1, "a", "recompute", 2),), (Pick(0, "b", "int8()", 0),), apart=Apart(moments, 2, 4, 1.5, 1.25)
     )
-    for each in (recipe, Recipe(typed=("", "float8()"), drops_others=True), Recipe(by_hand="offload()")):
+    for each in (
+        recipe,
+        Recipe(typed=("", "float8()"), drops_others=True),
+        Recipe(typed=("", "offload()"), across_graphs=True),
+    ):
         assert Recipe.of_data(json.loads(json.dumps(each.as_data()))) == each
 
 

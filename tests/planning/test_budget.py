@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import aot_hooks
 from aot_hooks.errors import BudgetError, BudgetWarning, OptionError, unwrapped
 from aot_hooks.planning import within
-from aot_hooks.planning.budget import ALLOWED, fitted, mib
+from aot_hooks.planning.assignment import Assignment, fitted
+from aot_hooks.planning.budget import ALLOWED, mib
 from aot_hooks.planning.device_memory import outside_of_step
 from aot_hooks.settings.byte_sizes import bytes_of
 
@@ -186,13 +187,12 @@ def test_a_slowdown_instead_of_a_peak(model, x):
 
 def test_without_a_peak_exact_means_count_where_others_lower_nothing(model, x, monkeypatch):
     """The search tries one choice of all means. If it turns out above the peak without hooks, nothing is packed."""
-    partition = within._partition
+    planned = within.planned
 
-    def as_if_wrong(*args):
-        *others, given = args
-        return partition(*others, dataclasses.replace(given, max_slowdown=0.0) if given.max_error else given)
+    def as_if_wrong(joint, given):
+        return planned(joint, dataclasses.replace(given, max_slowdown=0.0) if given.max_error else given)
 
-    monkeypatch.setattr(within, "_partition", as_if_wrong)
+    monkeypatch.setattr(within, "planned", as_if_wrong)
     found = aot_hooks.plan(model, x, policy=budget(max_slowdown=1.0), inner="aten")
     assert found.peak_bytes < peak_of_blocks()
 
@@ -391,8 +391,8 @@ def test_fit_takes_what_a_device_has_free_less_a_margin_and_is_another_value_the
     assert fitted(budget("fit"), inputs) == found
     free["free"] -= 2 << 30
     assert fitted(budget("fit"), inputs).peak_bytes == 45 << 30
-    assert fitted(budget("fit"), inputs[1:]) == budget("fit")
-    assert fitted(budget("1GiB"), inputs) == budget("1GiB")
+    assert fitted(budget("fit"), inputs[1:]) == Assignment.of(budget("fit"))
+    assert fitted(budget("1GiB"), inputs) == Assignment.of(budget("1GiB"))
     free["free"] = -(10 << 30)
     assert fitted(budget("fit"), inputs).peak_bytes == 0  # asked, and there is nothing
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import types
 from collections import Counter
 from typing import Any
 
@@ -24,6 +23,7 @@ from aot_hooks.planning.apart import Ways, tried_counts
 from aot_hooks.planning.recipe import Recipe
 from aot_hooks.planning.step import RECOMPUTE, Apart, Option, Value
 from aot_hooks.planning.step import Step as PlannedStep
+from aot_hooks.planning.trials import Planned
 from aot_hooks.planning.versions import Mode, Version
 from aot_hooks.steps.memory import Bytes
 from aot_hooks.steps.moments import Instant, moments_of, tight_peak
@@ -292,7 +292,7 @@ def test_calls_are_apart_if_their_graphs_are_faster_so_not_if_the_program_says_i
 
     def plan(ratio: float) -> Any:
         times = {"before_ms": 10.0, "after_ms": 10.0 * ratio}
-        return None, None, Plan((), in_step=InStep(4, 0), recipe=Recipe(), **times)
+        return Planned(None, None, Plan((), in_step=InStep(4, 0), recipe=Recipe(), **times))
 
     def planned(way: Apart) -> Any:
         asked.append(way.tight_calls)
@@ -303,15 +303,14 @@ def test_calls_are_apart_if_their_graphs_are_faster_so_not_if_the_program_says_i
     def tight(ratio: float | None, ways: Any = ways) -> int:
         asked.clear()
         alike = None if ratio is None else plan(ratio)
-        found = within._or_apart(alike, types.SimpleNamespace(fastest=lambda: ways), planned)
-        return -1 if found is None else found[2].in_step.tight_calls
+        found = within._or_apart(alike, ways, planned)
+        return -1 if found is None else found.plan.in_step.tight_calls
 
     assert tight(1.2) == 3 and asked == [1, 2, 3]
     assert tight(1.055) == 0 and asked == [1]  # the others gain less than a hundredth
     assert tight(1.2, ways=()) == 0
-    assert tight(1.005, ways=None) == 0  # nothing is solved: none can be faster enough
     assert tight(None) == 2 and tight(None, ways[:1]) == -1  # none that are alike fit
-    assert within._or_apart(plan(1.2), None, planned)[2].in_step.tight_calls == 0
+    assert within._or_apart(plan(1.2), (), planned).plan.in_step.tight_calls == 0
 
 
 def test_ways_to_plan_apart_are_not_near_each_other():

@@ -16,7 +16,7 @@ from torch import nn
 import aot_hooks
 from aot_hooks.errors import BudgetError, CacheWarning, error_behind
 from aot_hooks.passes.chunk import Chunked
-from aot_hooks.planning import within
+from aot_hooks.planning import trials
 from aot_hooks.planning.budget import ALLOWED
 
 WORDS, WIDTH, TOKENS = 4096, 32, 1024  # Logits of 16 MiB are the least that is worth chunks.
@@ -171,7 +171,7 @@ def test_a_loaded_plan_has_the_chunks_of_the_saved_one(
     expected, saved, _ = trained(Model(), ids, policy)
     assert saved.recipe.finer >= 1
     assert aot_hooks.save_plans(path) == 1
-    monkeypatch.setattr(within, "search", None)
+    monkeypatch.setattr(trials, "search", None)
     found, plan, _ = trained(Model(), ids, policy, path)
     assert plan.recipe == saved.recipe and rows(plan) == rows(saved)
     assert (plan.before_ms, plan.after_ms, plan.peak_bytes) == (saved.before_ms, saved.after_ms, saved.peak_bytes)

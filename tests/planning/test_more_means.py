@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import aot_hooks
-from aot_hooks.planning import within
+from aot_hooks.planning import trials
 from aot_hooks.planning.search import Limits, search
 
 
@@ -44,7 +44,7 @@ def test_what_exact_means_reach_is_reached_with_all_means(monkeypatch: pytest.Mo
         return worst, worst
 
     assert least() <= exact
-    monkeypatch.setattr(within, "search", poor)
+    monkeypatch.setattr(trials, "search", poor)
     assert least(allow=("recompute", "float8", "lossless")) <= exact
 
 

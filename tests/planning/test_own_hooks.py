@@ -119,7 +119,7 @@ def test_a_plan_with_a_hook_of_the_users_is_saved_and_loaded(tmp_path, monkeypat
     aot_hooks.save_plans(tmp_path / "plans.json")
     torch._dynamo.reset()
     aot_hooks.load_plans(tmp_path / "plans.json")
-    monkeypatch.setattr("aot_hooks.planning.within.search", None)
+    monkeypatch.setattr("aot_hooks.planning.trials.search", None)
     compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": policy})
     assert all(map(torch.equal, gradients(compiled, model, x), expected))
     assert chosen(aot_hooks.last_plans(compiled)[0]) == {"half"}

@@ -19,7 +19,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 import aot_hooks
 from aot_hooks.errors import BudgetError
 from aot_hooks.graphs import lifetimes, nodes, roofline, speeds
-from aot_hooks.planning import options, within
+from aot_hooks.planning import options, trials
 
 AT = torch.ops.aten
 MODEL = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
@@ -170,29 +170,29 @@ def test_the_host_launches_each_kernel_of_a_cuda_graph(monkeypatch: pytest.Monke
 
 def test_on_a_gpu_a_plan_leaves_three_thousandths(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    search = within.search
+    search = trials.search
 
     def noted(step: Any, limits: Any, *rest: Any) -> Any:
         asked.append(limits.peak)
         return search(step, dataclasses.replace(limits, peak=10**9), *rest)
 
     x = torch.randn(16, 32)
-    monkeypatch.setattr(within, "search", noted)
+    monkeypatch.setattr(trials, "search", noted)
     aot_hooks.plan(MODEL, x, policy=aot_hooks.budget("1MB"), inner="aten")
-    monkeypatch.setattr(within, "on_cuda", lambda _: True)
+    monkeypatch.setattr(trials, "on_cuda", lambda _: True)
     aot_hooks.plan(MODEL, x, policy=aot_hooks.budget("1MB"), inner="aten")
     assert asked == [1_000_000, 997_000]
 
 
 def test_graphs_that_are_slower_than_planned_are_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    read_off = within.step_of
+    read_off = trials.step_of
 
     def slower(*args: Any) -> Any:
         step, groups = read_off(*args)
         again = len(args) > 4  # a graph that computes something again
         return dataclasses.replace(step, node_ms=tuple((1 + again) * ms for ms in step.node_ms)), groups
 
-    monkeypatch.setattr(within, "step_of", slower)
+    monkeypatch.setattr(trials, "step_of", slower)
     x = torch.randn(16, 32)
     peak = aot_hooks.plan(MODEL, x, policy=aot_hooks.KEEP, inner="aten").peak_bytes
     with pytest.raises(BudgetError, match=r"within 1\.1 times the time"):

@@ -172,9 +172,9 @@ def compiled(
     counted = 0
     partition_within, inner = Planner.partition, compile_fx.compile_fx_inner
 
-    def partition(joint: GraphModule, *args: Any, **named: Any) -> Any:
-        on_cuda(joint)
-        return partition_within(joint, *args, **named)
+    def partition(joint: Any, **named: Any) -> Any:
+        on_cuda(joint.gm)
+        return partition_within(joint, **named)
 
     def compile_inner(gm: GraphModule, _: Any, **named: Any) -> Any:
         nonlocal counted

@@ -29,7 +29,7 @@ import aot_hooks
 from aot_hooks import backend
 from aot_hooks.graphs import speeds
 from aot_hooks.passes.plan import Plan
-from aot_hooks.planning.within import UNSEEN
+from aot_hooks.planning.assignment import UNSEEN
 
 HOOKS = {
     "float8": aot_hooks.float8,

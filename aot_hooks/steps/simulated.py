@@ -1,0 +1,162 @@
+"""A step around the calls of one graph, simulated: its peak and its time if all these calls are compiled in one way.
+
+      points    forward 0   another graph   forward 1 | backward 1   another graph   backward 0
+      call      its bytes, what it may send, its times --plan_step--> copies of the whole step --> peak, time
+
+Copies of a call hide in the whole step: the first calls send, and the last ones keep.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..graphs.roofline import link_ms
+from ..graphs.speeds import Rates
+from .memory import Bytes
+from .moments import Instant
+from .plan import Sends, Terms, plan_step
+from .recorder import Event, Phase, Trace
+
+_NOTHING = Bytes(0, 0, 0)
+
+
+class Point(NamedTuple):
+    """An event of a step, as the calls of one graph see it."""
+
+    phase: str  # "forward" or "backward"
+    call: int  # the number of the graph's call that runs; -1: another graph runs
+    nbytes: int  # what is alive beside the graph's calls: other graphs, gradients, gathered parameters
+    ms: float  # the time of the other graph's call
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The step around the calls of one graph. This is data, a part of the budget that the graph is compiled with.
+
+    Attributes:
+        points: in the order in which they come.
+        peak: bytes that the whole step may take.
+        link_share: the share of the link that the graph's copies may use, beside those of other graphs.
+        frees_inputs: what one call of the graph returns is read by the next one, and nothing else holds it.
+    """
+
+    points: tuple[Point, ...]
+    peak: int
+    link_share: float = 1.0
+    frees_inputs: bool = False
+
+    @property
+    def calls(self) -> int:
+        return sum(m.call >= 0 and m.phase == "forward" for m in self.points)
+
+
+def whole_of(
+    graph: Any,
+    instants: Sequence[Instant],
+    of: Callable[[Any], Bytes],
+    ms: Callable[[Any, str], float],
+    peak: int,
+    link_share: float,
+) -> Whole | None:
+    """The step of `instants` around the calls of `graph`, which run backward in the reverse order of their forwards.
+
+    None if one of them has no forward.
+
+    Args:
+        of, ms: return the bytes of another graph's call, and its time in a phase.
+    """
+    found: list[Point] = []
+    waiting: list[int] = []
+    numbers = itertools.count()
+    for instant in instants:
+        beside = instant.nbytes(lambda other: _NOTHING if other == graph else of(other))
+        if instant.runs != graph:
+            found.append(Point(instant.phase, -1, beside, ms(instant.runs, instant.phase)))
+        elif instant.phase == "forward":
+            waiting.append(next(numbers))
+            found.append(Point("forward", waiting[-1], beside, 0.0))
+        elif waiting:
+            found.append(Point("backward", waiting.pop(), beside, 0.0))
+        else:
+            return None
+    return Whole(tuple(found), peak, link_share)
+
+
+class Call(NamedTuple):
+    """A call of a graph that is compiled in one way."""
+
+    nbytes: Bytes  # with all its items on the device
+    items: tuple[int, ...]  # the bytes of the tensors that it may send
+    forward_ms: float
+    backward_ms: float
+
+
+class Predicted(NamedTuple):
+    """A step whose calls are all compiled in one way."""
+
+    peak: int
+    call_ms: float  # of a call, on average, with its part of the stalls
+    stall_ms: float  # of the step
+
+
+def predicted(whole: Whole, call: Call, in_flight: float, max_stall_ms: float, rates: Rates | None) -> Predicted:
+    """The peak and the time of a step. It may get `max_stall_ms` longer; `rates` are None where nothing is sent."""
+    own, others = Sends(call.items, Terms(in_flight, max_stall_ms, 0.0, 0.0)), Sends((), Terms(0.0, 0.0, 0.0, 0.0))
+    calls: list[Sends] = []
+    events: list[Event] = []
+    at_ms, now, number = [], 0.0, {}  # the number in the trace of each call of the graph
+    for m in whole.points:
+        forward = m.phase == "forward"
+        if m.call < 0 or forward:
+            number[m.call] = len(calls)
+            calls.append(own if m.call >= 0 else others)
+        events.append(Event(Phase.FORWARD if m.call < 0 or forward else Phase.BACKWARD, number[m.call]))
+        took = m.ms if m.call < 0 else (call.forward_ms if forward else call.backward_ms)
+        at_ms.append(now + took if forward else now)  # a forward's items start at its end
+        now += took
+    live, stall_ms, sent_bytes = [sum(call.items) * n for n in _holding(whole)], 0.0, 0
+    if rates is not None and call.items:
+        link = whole.link_share * rates.to_host, whole.link_share * rates.to_device
+        plan = plan_step(Trace(tuple(calls), tuple(events)), at_ms, *link)
+        live, sent_bytes = [*plan.live_bytes], plan.sent_bytes
+        stall_ms = plan.at_ms[-1] - (at_ms[-1] - at_ms[0]) + link_ms(sent_bytes, rates)
+    count = max(1, whole.calls)
+    ms = call.forward_ms + call.backward_ms + stall_ms / count
+    return Predicted(max(_alive(whole, call, live)), ms, stall_ms)
+
+
+def _holding(whole: Whole) -> list[int]:
+    """How many calls of the graph hold their items from each moment to the next; one that runs backward counts."""
+    found, count = [], 0
+    for m in whole.points:
+        found.append(count + (m.call >= 0 and m.phase == "forward"))
+        count += 0 if m.call < 0 else 1 if m.phase == "forward" else -1
+    return found
+
+
+def _alive(whole: Whole, call: Call, live: Sequence[int]) -> Iterator[int]:
+    """What is alive at each moment. `live`: bytes of items on the device from each moment to the next."""
+    base, waiting = call.nbytes.held - sum(call.items), 0
+    for i, m in enumerate(whole.points):
+        forward, ours = m.phase == "forward", m.call >= 0
+        items = (live[i - 1] if i else 0) if forward else live[i]
+        if ours and not forward:  # its own items count as a part of what its backward takes
+            waiting -= 1
+            items -= sum(call.items)
+        yield m.nbytes + waiting * base + items + (getattr(call.nbytes, m.phase) if ours else 0)
+        waiting += ours and forward
+
+
+def held_on_average(whole: Whole, nbytes: Bytes, peak: int) -> int:
+    """What each call may count as held so that the step counts as taking `peak`, if all calls count alike."""
+    held, waiting = [nbytes.held], 0
+    for m in whole.points:
+        forward, ours = m.phase == "forward", m.call >= 0
+        waiting -= ours and not forward
+        if waiting:
+            held.append((peak - m.nbytes - (getattr(nbytes, m.phase) if ours else 0)) // waiting)
+        waiting += ours and forward
+    return max(0, min(held))

@@ -1,0 +1,85 @@
+"""Ways that a user can type, as candidates for a budget of many calls: steps that run."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from typing import Any
+
+import many_blocks
+import pytest
+import torch
+from many_blocks import Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
+from small_budgets import budget
+
+import aot_hooks
+from aot_hooks.offloading import at_run_time
+from aot_hooks.planning import candidates
+
+x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int, int]]:
+    """A CPU whose copies run beside the compute; for each way that fits the time of a call, the peak and the budget."""
+    rates = aot_hooks.Rates(to_host=3e10, to_device=3e10, memory=2e10, operations=1e11, operations32=1e11)
+    monkeypatch.setattr(candidates, "_link", lambda graphs: rates)
+    monkeypatch.setattr(candidates, "_MIN_BYTES", 0)
+    clock = itertools.count(0.0, 0.25e-3)
+    monkeypatch.setattr(at_run_time, "_mark", lambda device: next(clock))
+    found: list[tuple[float, int, int]] = []
+    typed = candidates.Simulation._typed
+
+    def noted(ways: candidates.Simulation, *args: Any, **named: Any) -> Any:
+        way = typed(ways, *args, **named)
+        if way is not None:
+            found.append((way.step.call_ms, way.step.peak, ways.wholes[-1].peak))
+        return way
+
+    monkeypatch.setattr(candidates.Simulation, "_typed", noted)
+    return found
+
+
+def test_a_budget_takes_the_copies_of_a_whole_step_where_they_are_faster(x, link, compiled_kinds, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "aot_hooks")
+    model = model_of(*[Block] * 16)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.25)
+    compile_blocks(model, budget(peak, max_error=0, allow=("recompute", "offload")))
+    for _ in range(8):
+        assert_equal(train(model, x), expected)
+    assert compiled_kinds == ["alone", "least", "planned"]
+    lines = [r.getMessage() for r in caplog.records if "is compiled again" in r.getMessage()]
+    assert len(lines) == 2 and "step 1 holds" in lines[0] and "step 1 peaks at" in lines[1], lines
+    (plan,) = aot_hooks.last_plans(model)
+    assert plan.in_step.calls == 16 and plan.peak_bytes <= peak
+    assert plan.transfers and all(d.reason.startswith("budget: offload()") for d in plan.decisions)
+    assert aot_hooks.offload_stats()["step_graph_count"] == 16 and aot_hooks.offload_stats()["step_sent_bytes"] > 0
+    assert link and all(most <= whole_peak for _, most, whole_peak in link)
+    assert plan.after_ms <= min(ms for ms, _, _ in link)
+    assert measured(model, x, tmp_path) <= peak
+
+
+@pytest.mark.slow
+def test_a_way_that_is_no_faster_changes_nothing(x, link, compiled_kinds) -> None:
+    """At 0.7 of the peak some calls compute a bit again, which takes less than copies do."""
+    model = model_of(*[Block] * 6)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.7), max_error=0, allow=("recompute",)))
+    for _ in range(4):
+        assert_equal(train(model, x), expected)
+    (plan,) = aot_hooks.last_plans(model)
+    assert plan.after_ms <= min((ms for ms, _, _ in link), default=math.inf)
+    assert not aot_hooks.offload_stats()["sent_count"] and not plan.transfers
+
+
+@pytest.mark.slow
+def test_rounded_ways_stay_within_the_error(x, link) -> None:
+    model = model_of(*[Block] * 8)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.25), allow=("recompute", "offload", "float8"), max_error=0.06))
+    for _ in range(5):
+        found = train(model, x)
+        apart = sum((f - e).square().sum() for f, e in zip(found, expected, strict=True))
+        assert torch.as_tensor(apart).sqrt() <= 0.06 * torch.cat([e.flatten() for e in expected]).norm()
+    assert aot_hooks.last_plans(model)[-1].peak_bytes <= peak_of(model_of(*[Block] * 8), x, 0.25)

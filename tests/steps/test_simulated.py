@@ -1,0 +1,85 @@
+"""A step around the calls of one graph, simulated: its peak, its time, and what calls hold on average."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+import aot_hooks
+from aot_hooks.steps.memory import Bytes
+from aot_hooks.steps.moments import Instant
+from aot_hooks.steps.simulated import Call, Whole, held_on_average, predicted, whole_of
+
+FAST = aot_hooks.Rates(to_host=1e9, to_device=1e9, memory=1e12, operations=1e15, operations32=1e15)
+
+
+def instants_of(graphs: str) -> list[Instant]:
+    """Forwards of `graphs` in order, then their backwards; each leaves 10 bytes of gradients."""
+    held = [{g: graphs[:i].count(g) for g in graphs[:i]} for i in range(len(graphs))]
+    events = [Instant("forward", g, h) for g, h in zip(graphs, held, strict=True)]
+    left = itertools.count(0, 10)
+    return events + [Instant("backward", g, h, next(left)) for g, h in reversed([*zip(graphs, held, strict=True)])]
+
+
+def whole(graphs: str, sizes: dict[str, Bytes], peak: int = 1 << 40) -> Whole:
+    found = whole_of("a", instants_of(graphs), sizes.__getitem__, lambda graph, phase: 1.0, peak, 1.0)
+    assert found is not None
+    return found
+
+
+def random_whole(seed: int) -> tuple[Whole, str, dict[str, Bytes]]:
+    """A step of 11 calls of two graphs, which calls they are, and the bytes of each graph's call."""
+    chosen = random.Random(seed)
+    graphs = "".join(chosen.choice("aab") for _ in range(10)) + "a"
+    sizes = {g: Bytes(*(chosen.randrange(1, 100) for _ in range(3))) for g in "ab"}
+    return whole(graphs, sizes), graphs, sizes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_copies_a_step_takes_what_its_instants_say(seed: int) -> None:
+    own, graphs, sizes = random_whole(seed)
+    items = (sizes["a"].held // 2, sizes["a"].held // 3)
+    found = predicted(own, Call(sizes["a"], items, 2.0, 3.0), 1e9, 0.0, None)
+    assert found.peak == max(instant.nbytes(sizes.__getitem__) for instant in instants_of(graphs))
+    assert (found.call_ms, found.stall_ms) == (5.0, 0.0) and own.calls == graphs.count("a")
+
+
+def test_the_whole_step_hides_the_copies_of_its_first_calls() -> None:
+    """A call of 2 + 4 ms makes 3 MB, whose copies take 3.2 ms each way: alone it hides none, 12 calls hide most."""
+    sizes = {"a": Bytes(4_000_000, 3_000_000, 5_000_000)}
+    call = Call(sizes["a"], (1_000_000,) * 3, 2.0, 4.0)
+    alone, many = (predicted(whole("a" * n, sizes), call, 1e9, 0.0, FAST) for n in (1, 12))
+    assert alone.peak == 5_000_000 and alone.call_ms == pytest.approx(6.0)
+    all_kept = 11 * 3_000_000 + 5_000_000
+    assert many.peak < 0.55 * all_kept and many.call_ms == pytest.approx(6.0, rel=0.1)
+    slower = predicted(whole("a" * 12, sizes), call, 4e6, math.inf, FAST)
+    assert slower.peak < 0.7 * many.peak and slower.stall_ms > many.stall_ms + 5
+
+
+def test_copies_share_the_link_with_those_of_other_graphs() -> None:
+    sizes = {"a": Bytes(4_000_000, 3_000_000, 5_000_000)}
+    call, own = Call(sizes["a"], (1_000_000,) * 3, 2.0, 4.0), whole("a" * 12, sizes)
+    shared = Whole(own.points, own.peak, link_share=0.5)
+    assert predicted(own, call, 1e9, 0.0, FAST).peak < predicted(shared, call, 1e9, 0.0, FAST).peak
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_calls_that_count_alike_stay_under_the_peak_of_those_that_do_not(seed: int) -> None:
+    own, graphs, sizes = random_whole(seed)
+    call = Call(sizes["a"], (sizes["a"].held,), 2.0, 3.0)
+    peak = max(predicted(own, call, 1e9, math.inf, FAST).peak, 150)
+    alike = {**sizes, "a": sizes["a"]._replace(held=held_on_average(own, sizes["a"], peak))}
+    beside = [i.nbytes({**sizes, "a": Bytes(0, 0, 0)}.__getitem__) for i in instants_of(graphs) if i.runs == "b"]
+    highest = max(instant.nbytes(alike.__getitem__) for instant in instants_of(graphs))
+    assert highest <= max(peak, *beside, max(sizes["a"].forward, sizes["a"].backward) + 10 * len(graphs) + 1000)
+    if alike["a"].held not in (0, sizes["a"].held):
+        assert highest <= peak
+
+
+def test_a_backward_without_its_forward_is_no_step() -> None:
+    sizes = {"a": Bytes(1, 1, 1)}
+    instants = instants_of("aa")[1:]
+    assert whole_of("a", instants, sizes.__getitem__, lambda graph, phase: 0.0, 10, 1.0) is None
