@@ -40,6 +40,7 @@ from .nodes import (
     op_name,
     region_body,
     source_line,
+    target_name,
     tensor_bytes,
 )
 from .read_tables import Bound, Test
@@ -121,7 +122,7 @@ class BackwardReads:
                 found.update(dict.fromkeys(self._follow(node, reader)))
             elif tests:
                 decides = reader  # or its reader, if it only moves data
-                while str(decides.target) in tables.MOVES | tables.CONVERSIONS and decides.users:
+                while target_name(decides) in tables.MOVES | tables.CONVERSIONS and decides.users:
                     decides = next(iter(decides.users))
                 read = Read("decision", op_name(decides), source_line(decides), answered=True)
                 found[FoundRead(read, reader, tests=tests)] = None
@@ -182,7 +183,7 @@ class BackwardReads:
         A backward is linear in the tangents. So the readers of a product with a gradient are linear, too, and are not
         followed. This does not hold for a sum with a gradient: the derivative of `logcumsumexp` takes its exponential.
         """
-        name = str(user.target)
+        name = target_name(user)
         if user.op != "call_function":
             return "unknown"
         positions = argument_positions(user, value)
@@ -224,7 +225,7 @@ class BackwardReads:
         if _is_slope_of_erf(user, value):
             return True
         gate = user if user.target is _aten.sigmoid.default else value
-        while gate is not user and str(gate.target) in tables.MOVES | tables.CONVERSIONS:
+        while gate is not user and target_name(gate) in tables.MOVES | tables.CONVERSIONS:
             gate = cast("Node", gate.args[0])
         slope = _aten.sigmoid_backward.default in (user.target, user.meta.get("original_aten"))
         if gate is not user and not slope:
@@ -239,7 +240,7 @@ class BackwardReads:
         """
 
         def moved_into(node: Node) -> Iterable[Node]:
-            moves = user in self.of_tangents if node is user else str(node.target) in tables.MOVES_BY_INDEX
+            moves = user in self.of_tangents if node is user else target_name(node) in tables.MOVES_BY_INDEX
             return node.users if moves else ()
 
         for node in nearest_first([user], moved_into):
@@ -303,7 +304,7 @@ class BackwardReads:
 
 def smooth_row(node: Node) -> Mapping[int, Bound]:
     """The positions at which the operator of `node` reads numbers that may be rounded, each with its bound."""
-    name = str(node.target)
+    name = target_name(node)
     if name in tables.ONE_SIDED:
         low, high = argument_called("min", node), argument_called("max", node)
         name = tables.ONE_SIDED[name][low is None] if (low is None) != (high is None) else name
@@ -312,7 +313,7 @@ def smooth_row(node: Node) -> Mapping[int, Bound]:
 
 def shape_only_at(node: Node) -> int | None:
     """The position of a tensor of which `node` reads sizes, strides, dtype and device only; None if there is none."""
-    name = str(node.target)
+    name = target_name(node)
     if name in tables.GRID_SAMPLERS_BACKWARD:  # without the grid's gradient, which differences of the numbers make
         return None if argument_called("output_mask", node)[1] else 1
     return tables.SHAPE_ONLY.get(name)
@@ -323,7 +324,7 @@ def _is_gate_of_itself(node: Node) -> bool:
 
     def base(n: Any) -> Any:
         while isinstance(n, Node) and n.op == "call_function":
-            name, others = str(n.target), n.args[1:]
+            name, others = target_name(n), n.args[1:]
             by_number = name in tables.OF_NUMBERS and not any(isinstance(a, Node) for a in others)
             if not by_number and name not in tables.MOVES | tables.CONVERSIONS:
                 break
@@ -333,7 +334,7 @@ def _is_gate_of_itself(node: Node) -> bool:
     if node.target is not _aten.sigmoid.default:
         return False
     copies = tables.MOVES | tables.CONVERSIONS
-    users = list(nearest_first([node], lambda n: [u for u in n.users if n is node or str(n.target) in copies]))[1:]
+    users = list(nearest_first([node], lambda n: [u for u in n.users if n is node or target_name(n) in copies]))[1:]
     factors = [
         a for u in users if u.target is _aten.mul.Tensor for a in u.args if base(a) is base(node.args[0]) is not None
     ]
@@ -343,7 +344,7 @@ def _is_gate_of_itself(node: Node) -> bool:
 def _is_slope_of_erf(node: Node, value: Node) -> bool:
     """Whether `node` is the exponential in the derivative of `erf`: 2 / sqrt(pi) * exp(-x**2)."""
     slope = 2 / math.sqrt(math.pi)
-    numbers = [a for u in node.users if str(u.target) in tables.OF_NUMBERS for a in u.args if isinstance(a, float)]
+    numbers = [a for u in node.users if target_name(u) in tables.OF_NUMBERS for a in u.args if isinstance(a, float)]
     of_erf = any(math.isclose(a, slope, rel_tol=1e-6) for a in numbers)
     return node.target is _aten.exp.default and of_erf and _is_minus_square(value)
 
@@ -371,7 +372,7 @@ def _is_cheap(node: Node) -> bool:
         return False
     if has_tag(node, torch.Tag.nondeterministic_seeded):
         return False
-    return has_tag(node, torch.Tag.pointwise) or is_view(node) or str(node.target) in tables.CHEAP
+    return has_tag(node, torch.Tag.pointwise) or is_view(node) or target_name(node) in tables.CHEAP
 
 
 def _numel(node: Node) -> float:
@@ -417,7 +418,7 @@ def only_at(user: Node, node: Node, position: int) -> bool:
 
 
 def _moves_numbers(user: Node, node: Node) -> bool:
-    name = str(user.target)
+    name = target_name(user)
     if user.op != "call_function" or not only_at(user, node, 0):
         return False
     if name in tables.CONVERSIONS:
@@ -432,7 +433,7 @@ def exact_tests(user: Node, node: Node, dtype: torch.dtype | None = None) -> tup
 
     None as well if kernels may differ in the outcomes for numbers of `dtype`, by default that of `node`.
     """
-    name = str(user.target)
+    name = target_name(user)
     dtype = dtype or node.meta["val"].dtype
     if user.op != "call_function" or dtype not in tables.FLOATS:
         return None

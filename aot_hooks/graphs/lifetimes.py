@@ -37,6 +37,7 @@ from .nodes import (
     storage_bytes,
     storage_of,
     storages,
+    target_name,
     tensor_bytes,
 )
 
@@ -117,7 +118,7 @@ def _reads_pointwise(reader: Node) -> bool:
     if is_view(reader):
         return all(map(_reads_pointwise, reader.users))
     joins = reader.target in (torch.ops.aten.cat.default, torch.ops.aten.constant_pad_nd.default)
-    return joins or torch.Tag.pointwise in getattr(reader.target, "tags", ())
+    return joins or has_tag(reader, torch.Tag.pointwise)
 
 
 def reduces(node: Node) -> bool:
@@ -374,7 +375,7 @@ def _is_addmm(node: Node, product: Node, other: Node) -> bool:
 
 def random_masks(nodes: Iterable[Node]) -> dict[Node, Node]:
     """Comparisons of random numbers that nothing else reads, as in dropout: each with the node that draws these."""
-    drawn = [node for node in nodes if str(node.target) == "prims.inductor_random.default"]
+    drawn = [node for node in nodes if target_name(node) == "prims.inductor_random.default"]
     return {mask: node for node in drawn if (mask := _only_mask(node)) is not None}
 
 
@@ -406,23 +407,26 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
     `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
     """
     late = late_products(nodes)
-    kernels = [node for node in nodes if not fuses(node) and node.op != "output" and str(node.target) not in _CONSTANTS]
+    kernels = [
+        node for node in nodes if not fuses(node) and node.op != "output" and target_name(node) not in _CONSTANTS
+    ]
     if fuse_loops:
         kernels = [node for node in kernels if not is_loop(node)]
     masks = random_masks(nodes)
     drawn = set(masks.values())
     kernels = [node for node in kernels if node not in late and node not in drawn] + [*late.values()]
-    written = {storage_of(n) for node in kernels for n in (node, *_read_from_memory(node))}
-    written |= {storage_of(mask) for mask in masks if is_packed_alone(mask)}
+    key_of = functools.cache(storage_of)
+    written = {key_of(n) for node in kernels for n in (node, *_read_from_memory(node))}
+    written |= {key_of(mask) for mask in masks if is_packed_alone(mask)}
     for product in late:
-        written = written - {storage_of(product)} | {storage_of(n) for n in product.all_input_nodes}
+        written = written - {key_of(product)} | {key_of(n) for n in product.all_input_nodes}
     reads: dict[Any, set[Any]] = {}  # by storage that stays in registers, those that are read to compute it
     for node in nodes:
-        key = storage_of(node)
+        key = key_of(node)
         if key is None or key in written or key in reads or node.op != "call_function":
             continue
         reads[key] = set()
-        for source in map(storage_of, node.all_input_nodes):
+        for source in map(key_of, node.all_input_nodes):
             reads[key] |= reads.get(source, {source})
         if len(reads[key]) > _MOST_READ and len(node.users) > 1:
             written.add(key)
@@ -432,7 +436,7 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
 
 def _read_from_memory(node: Node) -> list[Node]:
     """The inputs of `node`, an operator that is not fused, that a fusing compiler has to write for it."""
-    if reduces(node) or str(node.target) in _LOOKUPS:
+    if reduces(node) or target_name(node) in _LOOKUPS:
         return []
-    copied = node.args[0] if str(node.target) in _INTO_COPY else None
-    return [n for n in node.all_input_nodes if n is not copied or str(n.target) not in _CONSTANTS]
+    copied = node.args[0] if target_name(node) in _INTO_COPY else None
+    return [n for n in node.all_input_nodes if n is not copied or target_name(n) not in _CONSTANTS]

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch.fx import Node
 
-from .nodes import op_name, view_source
+from .nodes import op_name, target_name, view_source
 
 _aten = torch.ops.aten
 _SOFTMAX = "aten._softmax.default"
@@ -33,7 +33,7 @@ def summed_dimension(node: Node) -> int | None:
     value = node.meta["val"]
     moved = False
     while (source := view_source(node)) is not None:
-        if str(node.target) not in _SAME_ROWS:
+        if target_name(node) not in _SAME_ROWS:
             return None
         moved |= node.target not in (_aten.alias.default, _aten.detach.default)
         node = source
@@ -49,7 +49,7 @@ def summed_dimension(node: Node) -> int | None:
 
 def _dimension_of(node: Node) -> int | None:
     """The dimension of the softmax whose result, or whose exponentials, `node` computes."""
-    if str(node.target) == _SOFTMAX:
+    if target_name(node) == _SOFTMAX:
         return cast("int", node.args[1])
     if op_name(node) != _SOFTMAX:  # a piece of it, for Inductor
         return None

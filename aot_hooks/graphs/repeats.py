@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..torch_private import values as torch_values
+from .nodes import is_tagged, target_name
 from .saved import crossing_pairs
 
 # the arguments of these say which numbers come: a state of the generator, or its seed and offset
@@ -37,7 +38,7 @@ def draws(node: Node) -> bool:
 
     What torch runs with a state of the generator that it passes to the backward does not count.
     """
-    if node.op != "call_function" or str(node.target) in _WITH_STATE:
+    if node.op != "call_function" or target_name(node) in _WITH_STATE:
         return False
     if isinstance(node.target, torch_values.HigherOrderOperator):
         return any(_draws_inside(node, argument) for argument in (*node.args, *node.kwargs.values()))
@@ -46,7 +47,7 @@ def draws(node: Node) -> bool:
 
 def _draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the operator `target` draws random numbers if it is called so."""
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+    if not is_tagged(target, torch.Tag.nondeterministic_seeded):
         return False
     schema = torch_values.schema_of(target)
     for i, argument in enumerate(() if schema is None else schema.arguments):
@@ -63,7 +64,7 @@ def draw_counts(gm: GraphModule, *, with_state: bool = False) -> Counter[Any]:
     """
     counts = Counter(node.target for node in gm.graph.nodes if draws(node))
     for node in gm.graph.nodes if with_state else ():
-        if str(node.target) not in _WITH_STATE:
+        if target_name(node) not in _WITH_STATE:
             continue
         position = next((i for i, argument in enumerate(node.args) if torch_values.is_operator(argument)), None)
         if position is None:
@@ -115,7 +116,7 @@ def _draws_inside(call: Node, argument: Any) -> bool:
     """Whether `argument` of a higher-order operator draws: a random operator that it runs, or a graph of nodes."""
     if isinstance(argument, Node) and argument.op == "get_attr":
         root = call.graph.owning_module
-        inner = functools.reduce(lambda m, name: getattr(m, name, None), str(argument.target).split("."), root)
+        inner = functools.reduce(lambda m, name: getattr(m, name, None), target_name(argument).split("."), root)
         return isinstance(inner, GraphModule) and any(map(draws, inner.graph.nodes))
     return torch_values.is_operator(argument) and torch.Tag.nondeterministic_seeded in getattr(argument, "tags", ())
 

@@ -28,9 +28,11 @@ from .nodes import (
     has_tag,
     input_storages,
     is_view,
+    name_of,
     output_storages,
     producer,
     storage_of,
+    target_name,
     tensor_bytes,
 )
 from .read_tables import ATTENTION, ATTENTION_BACKWARD
@@ -63,9 +65,14 @@ def _packet(node: Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
 
 
+def _packet_name(node: Node) -> str:
+    """The name of an operator without its overload; "aten.add" of "aten.add.Tensor"."""
+    return name_of(_packet(node))
+
+
 def _name(node: Node) -> str:
     """The name of an operator of ATen without its overload, as in the tables; another operator's name in full."""
-    return str(_packet(node)).removeprefix("aten.")
+    return _packet_name(node).removeprefix("aten.")
 
 
 def has_formula(node: Node) -> bool:
@@ -162,7 +169,7 @@ def node_ms(
         elif has_formula(node):
             operations = rate.operations if values[0].element_size() <= 2 else rate.operations32
             operations *= _SHARES.get(_name(node), _SUSTAINED if fuse_loops else 1.0)
-            sources = [str(producer(n).target) for n in node.all_input_nodes]
+            sources = [target_name(producer(n)) for n in node.all_input_nodes]
             if fuse_loops and values[0].is_cuda and any(source.startswith(_FEW_DIGITS) for source in sources):
                 operations /= 1 - SPARED
             found[node] = max(found[node], 1e3 * _operation_count(node) / operations)
@@ -181,7 +188,7 @@ def host_ms(gm: GraphModule, fused: bool) -> float:
     for node in nodes:
         if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
             continue
-        packet = str(_packet(node))
+        packet = _packet_name(node)
         if packet.startswith("aot_hooks.") and not (fused and (is_loop(node) or reduces(node))):
             waits = packet.endswith("_wait")
             total += 0.0 if waits else COPY_MS if packet.endswith("load_start") else CALL_MS
@@ -192,8 +199,8 @@ def host_ms(gm: GraphModule, fused: bool) -> float:
 
 def _in_readers(node: Node) -> bool:
     """Whether the kernels of the readers of `node` compute it."""
-    fused = (_runs_fused(n, fuse_loops=True) or str(_packet(n)) in _IN_READERS for n in node.users)
-    return str(_packet(node)) in _IN_READERS and all(fused)
+    fused = (_runs_fused(n, fuse_loops=True) or _packet_name(n) in _IN_READERS for n in node.users)
+    return _packet_name(node) in _IN_READERS and all(fused)
 
 
 def _fused_kernel_count(gm: GraphModule, nodes: Sequence[Node]) -> int:
@@ -211,7 +218,7 @@ def _fused_kernel_count(gm: GraphModule, nodes: Sequence[Node]) -> int:
         made = next(iter(_tensors(node)), None)
         if not _runs_fused(node, fuse_loops=True) or is_view(node) or storage_of(node) not in written or made is None:
             continue
-        if all(str(_packet(reader)) in _IN_READERS for reader in node.users):
+        if all(_packet_name(reader) in _IN_READERS for reader in node.users):
             continue
         number = numbers[kernels.at[node]]
         if reduces(node):

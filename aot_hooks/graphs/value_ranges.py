@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from ..torch_private.values import upper_bound
-from .nodes import argument_called
+from .nodes import argument_called, target_name
 from .read_tables import CONVERSIONS, FLOATS, MOVES_BY_INDEX
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -40,7 +40,7 @@ def _range(node: Node) -> _Range:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
-    call, name = node, str(node.target)
+    call, name = node, target_name(node)
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         call, name = node.args[0], f"{node.args[0].target}[{node.args[1]}]"
     if name in MOVES_BY_INDEX | CONVERSIONS and isinstance(node.args[0], Node):

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from ..torch_private import values as torch_values
-from .nodes import argument_called, tensor_bytes
+from .nodes import argument_called, target_name, tensor_bytes
 from .read_tables import ATTENTION_BACKWARD
 
 _LANES = 16  # float32 numbers of a vector register: oneDNN rounds the channels of a 3d convolution up to it
@@ -24,7 +24,7 @@ def workspace_bytes(node: Node) -> int:
     """Bytes that the operator of `node` takes while it runs, where that is known."""
     if node.op != "call_function":
         return 0
-    name = str(node.target).removeprefix("aten.").partition(".")[0]
+    name = target_name(node).removeprefix("aten.").partition(".")[0]
     first = next((n.meta.get("val") for n in node.all_input_nodes), None)
     if name in ATTENTION_BACKWARD:
         return _attention_backward(node)

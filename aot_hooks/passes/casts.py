@@ -35,6 +35,7 @@ from ..graphs.nodes import (
     region_output,
     storage_of,
     storages,
+    target_name,
 )
 from ..graphs.read_tables import CONVERSIONS, MOVES
 from ..graphs.roofline import has_formula
@@ -149,7 +150,7 @@ def _is_exact(node: Node) -> bool:
     A program that clones a tensor may do so because it writes to the original. So a clone counts as a change of layout
     only if it changes the strides.
     """
-    if node.op != "call_function" or str(node.target) not in _OPERATORS or region_output(node) is not None:
+    if node.op != "call_function" or target_name(node) not in _OPERATORS or region_output(node) is not None:
         return False
     if len(node.all_input_nodes) != 1 or not isinstance(node.args[0], Node):
         return False  # symbolic sizes are no inputs of the backward

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import source_line, tensor_bytes
+from ..graphs.nodes import source_line, target_name, tensor_bytes
 from ..graphs.rows import Kept, Rows, Step, is_linear, is_tensor, is_zero, restores, shape_of, step_of
 from ..torch_private import aot
 from ..torch_private.values import hint, symbols_of
@@ -187,7 +187,7 @@ def _attempt(gm: GraphModule, seed: Node, tokens: int | None, finer: int) -> tup
             return attempt, _chunk_one(attempt, node, tokens, finer, sliced=sliced)
         except _NotChunked as e:
             why = str(e) or why
-        if not any(str(user.target) == "aten.slice.Tensor" for n in _of_its_size(seed) for user in n.users):
+        if not any(target_name(user) == "aten.slice.Tensor" for n in _of_its_size(seed) for user in n.users):
             break
     return gm, why
 
@@ -219,7 +219,7 @@ def _of_its_size(seed: Node) -> set[Node]:
     while stack:
         for user in stack.pop().users:
             big = is_tensor(user) and hint(user.meta["val"].numel()) >= size
-            if big and user not in found and str(user.target) not in _PRODUCTS:
+            if big and user not in found and target_name(user) not in _PRODUCTS:
                 found.add(user)
                 stack.append(user)
     return found
@@ -228,7 +228,7 @@ def _of_its_size(seed: Node) -> set[Node]:
 def _has_loss(seed: Node) -> bool:
     """Whether an exponential, or the program, reads such a value. It needs no copy of the graph to tell."""
     readers = (user for node in _of_its_size(seed) for user in node.users)
-    return any(user.op == "output" or str(user.target) in _EXPONENTIALS for user in readers)
+    return any(user.op == "output" or target_name(user) in _EXPONENTIALS for user in readers)
 
 
 def _text(node: Node) -> str:
@@ -241,7 +241,7 @@ def _layers(gm: GraphModule, tokens: int | None) -> list[Node]:
     of_tangents = _depends_on(gm.graph.nodes, filter(aot.is_tangent, gm.graph.find_nodes(op="placeholder")))
     found = []
     for node in gm.graph.nodes:
-        if str(node.target) not in _PRODUCTS or node in of_tangents or not is_tensor(node):
+        if target_name(node) not in _PRODUCTS or node in of_tangents or not is_tensor(node):
             continue
         (count, words), terms = shape_of(node), shape_of(node.args[-2])[1]
         if not isinstance(words, int) or not isinstance(terms, int) or words <= 2 * terms or node.meta.get(_IN_CHUNK):
@@ -273,7 +273,7 @@ def _chunk_one(gm: GraphModule, seed: Node, tokens: int | None, finer: int, *, s
     gradients = [n for n in region.steps if n in tangents]
     rows = hint(region.token_count())
     count = _chunks(seed, rows, tokens, finer)
-    names = {n.name for n in region.steps if str(n.target) in _PRODUCTS}
+    names = {n.name for n in region.steps if target_name(n) in _PRODUCTS}
     loop = Loop(gm, region.steps, seed, count, region.kept)
     forward = [n for n in region.outputs if n not in tangents]
     backward = [n for n in region.outputs if n in tangents]
@@ -300,7 +300,7 @@ def _chunk_one(gm: GraphModule, seed: Node, tokens: int | None, finer: int, *, s
     except ValueError as e:
         raise _NotChunked(f"its parts need each other's results ({e})") from e
     for node in gm.graph.nodes:
-        if str(node.target) in _PRODUCTS and node.name not in {n.name for n in nodes}:
+        if target_name(node) in _PRODUCTS and node.name not in {n.name for n in nodes}:
             node.meta[_IN_CHUNK] = True
     gm.graph.lint()
     gm.recompile()
@@ -339,7 +339,7 @@ def _region(gm: GraphModule, seed: Node, *, sliced: bool) -> _Region:
     kept = _kept(nodes, steps, rows, is_big)
     big = {n for n in kept if is_big(n)}
     inside = {n: steps[n] for n in nodes if n in steps and (n in kept or not big.isdisjoint(n.all_input_nodes))}
-    if not any(str(n.target) in _EXPONENTIALS for n in inside):
+    if not any(target_name(n) in _EXPONENTIALS for n in inside):
         if any(user.op == "output" for n in inside if is_big(n) for user in n.users):
             raise _NotChunked(_LOSS_OUTSIDE)
         raise _NotChunked(_why_alone(nodes, seed, inside, is_big))
@@ -386,9 +386,9 @@ def _why_alone(nodes: list[Node], seed: Node, inside: Mapping[Node, Step], is_bi
     """Why no loss is found behind `seed`; "" if there is none, as behind most layers."""
     behind = {seed}
     for node in nodes:
-        if str(node.target) not in _PRODUCTS and not behind.isdisjoint(node.all_input_nodes) and node.op != "output":
+        if target_name(node) not in _PRODUCTS and not behind.isdisjoint(node.all_input_nodes) and node.op != "output":
             behind.add(node)
-    if not any(str(n.target) in _EXPONENTIALS and is_big(n) for n in behind):
+    if not any(target_name(n) in _EXPONENTIALS and is_big(n) for n in behind):
         return ""
     readers = ((n, user) for n in inside if is_big(n) for user in n.users if user not in inside)
     return next((_why_read(*each) for each in readers), "")
@@ -445,7 +445,7 @@ def _rowwise(nodes: list[Node], seed: Node, is_big: Any, *, sliced: bool) -> tup
             steps[node] = step
             if step.out is not None:
                 rows[node] = step.out
-                if str(node.target) in _PRODUCTS and not is_big(node):
+                if target_name(node) in _PRODUCTS and not is_big(node):
                     ends.add(node)
     return steps, rows
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graphs.nodes import storage_bytes, storage_of
+from ..graphs.nodes import storage_bytes, storage_of, target_name
 from ..graphs.read_tables import MOVES
 from ..graphs.saved import SavedValue
 from ..hook import KEEP
@@ -134,7 +134,7 @@ def _without_aliases(node: Node) -> Node:
 
 def _moves(node: Node, operators: Collection[str]) -> bool:
     """Whether `node` is one of `operators`, called with constant sizes."""
-    return node.op == "call_function" and str(node.target) in operators and len(node.all_input_nodes) == 1
+    return node.op == "call_function" and target_name(node) in operators and len(node.all_input_nodes) == 1
 
 
 def _rows_in_memory(node: Node) -> bool:

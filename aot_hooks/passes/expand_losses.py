@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..graphs.nodes import target_name
 from ..graphs.rows import shape_of
 from .edits import run_on_fakes
 
@@ -26,7 +27,7 @@ _NONE = 0
 def expand_losses(graph: Graph) -> None:
     """Replace such operators in `graph`, in place."""
     for node in list(graph.nodes):
-        name = str(node.target)
+        name = target_name(node)
         if name in _FORWARDS and len(shape_of(node.args[0])) > 1:
             _nll_forward(graph, node)
         elif name in _BACKWARDS and len(shape_of(node.args[1])) > 1:

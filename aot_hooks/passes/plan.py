@@ -29,6 +29,7 @@ from ..graphs.nodes import (
     region_body,
     region_output,
     seen_from,
+    target_name,
     view_source,
 )
 from ..graphs.saved import Boundary, Kind, SavedTensor, SavedValue
@@ -351,7 +352,7 @@ def _why_unpackable(value: SavedValue, readers: Sequence[Node]) -> str:
         return _RETURNED if value.bw_node.users else "not read by the backward"
     if value.value.layout is not torch.strided or value.value.is_quantized:
         return f"layout {value.value.layout}"
-    if any(str(n.target) in _RANDOM_STATE for n in (producer(node), *readers)):
+    if any(target_name(n) in _RANDOM_STATE for n in (producer(node), *readers)):
         return "random state"
     inside = region_output(node)  # a nested compiled region saved it for its own backward
     if any(n.meta.get(MADE_EARLY) for n in (node, producer(node))):
@@ -376,7 +377,7 @@ def _read_beside(value: SavedValue) -> bool:
         views += [user for user in node.users if view_source(user) is node]
     bodies = [body for node in views for user in node.users if (body := region_body(user)) is not None]
     readers = [user for node in views for user in node.users] + [node for body in bodies for node in body.graph.nodes]
-    return any("as_strided" in str(reader.target) for reader in readers)
+    return any("as_strided" in target_name(reader) for reader in readers)
 
 
 def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str, bool]:
