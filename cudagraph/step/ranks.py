@@ -18,12 +18,15 @@ waits for the device in each step. Captures send nothing, so a rank may try one,
 
 A step is found to talk by its first call, which is never a recording: the groups count their collectives. That call is
 the same one on all ranks, so the next one makes the group. Recordings are numbered alike, because one is kept only if
-all ranks have made it. A rank that is gone, or takes fewer steps, ends the others with an error that names it.
+all ranks have made it. A rank that is gone, or takes fewer steps, ends the others with an error that names it; also if
+they wait for it on the device, in a replay that it has agreed to.
 """
 
 from __future__ import annotations
 
 import datetime
+import logging
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -32,6 +35,10 @@ import torch.distributed as dist
 
 from ..errors import RanksError
 from ..torch_private import distributed as torch_distributed
+from ..tree.node import Cursor
+from .waiting import Watchdog, raise_in
+
+log = logging.getLogger("cudagraph")
 
 WORDS, BITS = 4, 62  # numbers that the ranks exchange beside the flags, and recordings in each
 MOST_RECORDINGS = WORDS * BITS
@@ -50,13 +57,15 @@ class Ranks:
 
     def __init__(self, groups: Collection[Any], name: str) -> None:
         self._members = torch_distributed.ranks_of(groups)
-        self._name, self._calls = name, 0
+        self._groups, self._name, self._calls = groups, name, 0
+        self._limit = torch_distributed.timeout_of_default_group()
+        self._watchdog: Watchdog | None = None
         self.recordings = 0  # how many the ranks have made together
         try:
             self._group = dist.new_group(
                 self._members,
                 backend="gloo",
-                timeout=torch_distributed.timeout_of_default_group(),
+                timeout=self._limit,
                 use_local_synchronization=True,
             )
         except RuntimeError as error:
@@ -74,6 +83,22 @@ class Ranks:
         flags, *words = self._reduced(words, dist.ReduceOp.BAND)
         numbers = [i * BITS + bit for i, word in enumerate(words) for bit in range(BITS) if word >> bit & 1]
         return numbers, bool(flags & COULD_RECORD), not flags & NOT_REFUSED
+
+    def launched(self, cursor: Cursor) -> None:
+        """Note that this call has launched its work on the current stream."""
+        if self._watchdog is None:
+            give_up = weakref.WeakMethod(self._give_up)
+            self._watchdog = Watchdog(
+                cursor.driver.event(), self._limit.total_seconds(), lambda thread: (give_up() or _nobody)(thread)
+            )
+        self._watchdog.launched(cursor.driver.order_streams(cursor.device, None))
+
+    def _give_up(self, thread: int) -> None:
+        """End the wait for a replay that takes too long: the collectives of this process, with an error in `thread`."""
+        error = self._error(RuntimeError("its collectives take longer than the timeout of the default group"))
+        log.critical("%s", error)
+        raise_in(thread, error)  # which runs no Python code as long as it waits for the device
+        torch_distributed.abort(self._groups)
 
     def highest(self, value: int) -> int:
         """The highest `value` of all ranks."""
@@ -112,7 +137,11 @@ class Ranks:
         except RuntimeError:
             who = "the store of the default group, which its first rank keeps, is gone"
         return RanksError(
-            f"{self._name}: the ranks can't agree how to run call {self._calls} after the first: on rank {me} "
+            f"{self._name}: the ranks can't run call {self._calls} after the first together: on rank {me} "
             f"{str(error).splitlines()[0][:200]}; {who}. All ranks must call a step equally often; look for the error "
             "of the rank that ended"
         )
+
+
+def _nobody(thread: int) -> None:
+    pass

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import counters
 from ..torch_private import cuda as torch_cuda
 from ..torch_private.distributed import (
+    forget_events,
     forget_failed_step,
     gathered_storages,
     local_part,
@@ -288,8 +289,10 @@ def record(
             return torch_cuda.flatten(result)
 
         outputs.cover()
+        forget_events(host.objects())  # the pool waits for the device before a capture
         with one_capture(), under_way(Capture(owner, ())):
             graph, (results, result_spec) = pool.capture(captured, snapshot.generators)
+        forget_events(host.objects())
         if random_numbers.changed() or not torch.equal(*random_states):
             raise CannotCapture("draws random numbers on the host")
         if rates_read:
@@ -347,6 +350,7 @@ def record(
             stack.callback(host.note_versions)
             stack.callback(schedulers.restore)
             stack.callback(host.restore)
+            stack.callback(forget_events, host.objects())
             stack.callback(forget_failed_step, host.objects(), unreduced)
             stack.callback(outputs.uncover)
             if graph is not None:

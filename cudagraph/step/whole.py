@@ -30,7 +30,14 @@ from ..errors import NotCapturableError, OptionError
 from ..options import Options
 from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
-from ..torch_private.distributed import forget_backward, is_timed, make_reducer_anew, replicas_in, sequence_numbers
+from ..torch_private.distributed import (
+    forget_backward,
+    is_timed,
+    make_reducer_anew,
+    replicas_in,
+    sequence_numbers,
+    time_again,
+)
 from ..tree.dispatch import as_they_are, run_as_they_are
 from ..tree.driver import CaptureDriver, cuda_driver
 from ..tree.node import Cursor
@@ -164,6 +171,8 @@ class WholeStep:
 
     def reset(self) -> None:
         """Free all recordings and their memory; later calls warm up and record again."""
+        for model in {model for host in self._hosts() for model in replicas_in(host.objects())}:
+            time_again(model)
         self._drop_recordings()
         if self._pool is not None:
             self._pool.release()
@@ -208,8 +217,11 @@ class WholeStep:
                 self.ranks = Ranks(self.talks_in, self.name)
             if self.old_reducers_of:
                 self._make_reducers_anew()
-            way = self._way(key, flat)
-            return self._follow(way if self.ranks is None else self._common_way(way, key, flat), key, flat, spec)
+            way, ranks = self._way(key, flat), self.ranks
+            result = self._follow(way if ranks is None else self._common_way(way, key, flat), key, flat, spec)
+            if ranks is not None and self.cursor is not None:
+                ranks.launched(self.cursor)
+            return result
 
     def _follow(self, way: Way, key: tuple[Any, ...], flat: Sequence[Any], spec: Any) -> Any:
         if isinstance(way, Replay):
@@ -382,6 +394,9 @@ class WholeStep:
     def _every_recording(self) -> list[StepRecording]:
         return [recording for known in self.recordings.values() for recording in known]
 
+    def _hosts(self) -> list[HostState]:
+        return [*(one.host for one in self._every_recording()), *(host for host, _ in self.warm.values())]
+
     def _remember(self, objects: Mapping[str, Any]) -> bool:
         """Have modules and the like among the arguments compared from now on. Returns whether there are new ones."""
         known = {id(x) for x in self.objects.values()}
@@ -508,8 +523,7 @@ class WholeStep:
         """Give models reducers that can be captured. Recordings write to the old buckets, so those of all steps go."""
         replicas, self.old_reducers_of = self.old_reducers_of, []
         for step in every_step:
-            every = (*(one.host for one in step._every_recording()), *(host for host, _ in step.warm.values()))
-            if step is self or any(model in host.objects() for host in every for model in replicas):
+            if step is self or any(model in host.objects() for host in step._hosts() for model in replicas):
                 step._drop_recordings()
         for model in replicas:
             with self._opened_pool().on_side_stream():

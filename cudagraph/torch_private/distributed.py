@@ -24,13 +24,14 @@ PROTOCOLS = {
         "torch.distributed.ProcessGroup": "_device_types _get_backend",
         "torch._C._distributed_c10d.Backend": "_get_sequence_number_for_group",
     },
+    "ending a wait for a process that is gone": {"torch._C._distributed_c10d.Backend": "abort"},
     "steps of FSDP2 and DTensor": {
         "torch.distributed.tensor.DTensor": "_local_tensor __tensor_flatten__ __tensor_unflatten__",
         "torch.distributed.fsdp.FSDPModule": "_get_fsdp_state",
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "_comm_ctx _state_ctx _training_state "
         "_fsdp_param_group|_fsdp_param_groups _modules_to_run_forward",
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext": "iter_forward_root "
-        "post_backward_final_callback_queued",
+        "post_backward_final_callback_queued post_optim_event",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPCommContext": "all_gather_state post_forward_order "
         "reduce_scatter_state|reduce_scatter_states",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "fsdp_params _all_gather_result "
@@ -51,6 +52,7 @@ need = functools.cache(needing(SYMBOLS, "cudagraph", UnsupportedTorchError))
 # torch times each of the first 10 iterations, and looks at the times in the next one: the device must not be capturing.
 LAST_TIMED_ITERATION = 10
 NEVER = (1 << 31) - 1  # iterations between two that are timed after that
+BY_DEFAULT = 100  # the same, as torch has it; nobody can read what a program has set
 
 default_store: Callable[[], Any] = late(need, "torch.distributed.distributed_c10d._get_default_store")
 
@@ -102,6 +104,13 @@ def timeout_of_default_group() -> datetime.timedelta:
     return max(timeouts, default=datetime.timedelta(minutes=10))
 
 
+def abort(groups: Collection[Any]) -> None:
+    """End all collectives of `groups`, also those that wait for a process that is gone. Nothing is sent after that."""
+    for group in groups:
+        for backend in _backends(group):
+            backend.abort()
+
+
 def is_dtensor(x: Any) -> bool:
     """Whether `x` is a tensor that is spread over processes, without importing torch's module for it."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -150,6 +159,15 @@ def unreduced_gradients(objects: Collection[Any]) -> list[tuple[Any, str, Any]]:
     return [(owner, name, getattr(owner, name)) for owner, name in places]
 
 
+def forget_events(objects: Collection[Any]) -> None:
+    """Have modules of FSDP2 wait for their streams and not for events of the step before: a capture may wait for no
+    event from outside, and nothing outside for one of a capture. What such an event stands for must be done."""
+    for state in _sharded_states(objects):
+        state._state_ctx.post_optim_event = None
+        for group in _groups_of(state):
+            group._reshard_after_forward_event = None
+
+
 def forget_failed_step(objects: Collection[Any], unreduced: Sequence[tuple[Any, str, Any]]) -> None:
     """Have modules of FSDP2 as they are between steps, after a capture that failed in the middle of one.
 
@@ -176,7 +194,7 @@ def forget_failed_step(objects: Collection[Any], unreduced: Sequence[tuple[Any, 
             state._state_ctx.gradient_reduction_pending = False
         for group in _groups_of(state):
             group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
-            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._partial_reduce_output = None
             group._post_forward_indices.clear()
             if hasattr(group, "_post_backward_pending"):  # 2.15
                 group._post_backward_pending = False
@@ -191,9 +209,14 @@ def replicas_in(objects: Collection[Any]) -> list[torch.nn.parallel.DistributedD
 
 
 def is_timed(ddp: Any) -> bool:
-    """Whether torch may still look at times of `ddp` on the device. Later ones are not taken from now on."""
+    """Whether torch may still look at times of `ddp` on the device. Later ones are not taken until `time_again`."""
     ddp._set_ddp_runtime_logging_sample_rate(NEVER)
     return ddp._get_ddp_logging_data().get("iteration", 0) < LAST_TIMED_ITERATION
+
+
+def time_again(ddp: Any) -> None:
+    """Have torch take times of `ddp` as it does by default."""
+    ddp._set_ddp_runtime_logging_sample_rate(BY_DEFAULT)
 
 
 def forget_backward(ddp: Any) -> None:

@@ -187,6 +187,7 @@ class CaptureDriver:
     let_wait = staticmethod(torch.cuda.Stream.wait_stream)  # a stream waits for what another has been given so far
     launcher = staticmethod(torch_cuda.bare_replay)  # the fastest function that replays a graph
     poison = staticmethod(torch_cuda.poison)
+    event = staticmethod(torch.cuda.Event)
     is_capturing = staticmethod(torch.cuda.is_current_stream_capturing)  # in this thread, for a tree or not
 
     def can_copy_out(self, storage: torch.UntypedStorage) -> bool:

@@ -6,7 +6,10 @@ All cases run in one pair of processes, one after another; each test here looks 
 from __future__ import annotations
 
 import copy
+import os
 import pathlib
+import signal
+import tempfile
 import traceback
 import types
 
@@ -15,6 +18,8 @@ import torch
 import torch.distributed as dist
 from ranks import device_type, run_ranks
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -365,6 +370,61 @@ def tensor_parallel(rank):
     assert (step.refused, step.update_refused) == ("", "") and cudagraph.stats()["replays"] >= 4
 
 
+def fsdp_saved_and_loaded(rank):
+    """Between steps: a checkpoint is written, training goes on, and the checkpoint is loaded."""
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    ours, eager = sharded()
+    optimizers = adamw(ours), adamw(eager)
+    steps = cudagraph.whole_step(ours, F.mse_loss, optimizers[0]), eager_step(eager, F.mse_loss, optimizers[1])
+    pairs = [*zip((ours, eager), optimizers, ("ours", "eager"), strict=True)]
+    for i in range(5):
+        compare(*steps, ours, eager, rank, steps=3)
+        for model, optimizer, name in pairs if i in (1, 3) else []:
+            states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            (checkpoint.save if i == 1 else checkpoint.load)(states, checkpoint_id=f"{folder[0]}/{name}")
+            set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    assert steps[0].refused == "" and cudagraph.stats()["replays"] >= 11
+
+
+def fsdp_events(rank):
+    """The next step's gathering waits for an event of this one, which only an uncaptured call leaves behind."""
+    ours, eager = sharded()
+
+    def make(model, optimizer):
+        def step(x, y):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            event = torch.get_device_module(device_type()).Event()
+            event.record()
+            model.set_post_optim_event(event)
+            return loss
+
+        return step
+
+    def sizes(i, rank):
+        return 6 - 2 * (i % 3 == 2)
+
+    step = cudagraph.whole_step(make(ours, sgd(ours)))
+    compare(step, make(eager, sgd(eager)), ours, eager, rank, sizes=sizes, steps=9)
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 6
+
+
+def timed_again(rank):
+    """Torch takes the times of a model of DDP again when its step is reset."""
+    rates = []
+    ours, _ = models()
+    ours._set_ddp_runtime_logging_sample_rate = rates.append
+    step = cudagraph.whole_step(ours, F.mse_loss, sgd(ours))
+    for i in range(3):
+        step(*batch(i, rank))
+    assert rates[-1] > 1000
+    step.reset()
+    assert rates[-1] == 100
+
+
 def gone(rank):
     """The last case: one rank takes fewer steps. The other one's error names it."""
     ours, _ = models()
@@ -380,7 +440,7 @@ def gone(rank):
 CASES = (
     ddp, ddp_views, ddp_no_sync, ddp_accumulate, ddp_hook, other_shapes, own_collective, fails_on_one_rank,
     refused_on_one_rank, local_step, talks_each_fourth_call, talks_later, uncounted, find_unused, fsdp, fsdp_mixed,
-    fsdp_own_step, fsdp_fails, tensor_parallel, gone,
+    fsdp_own_step, fsdp_fails, fsdp_saved_and_loaded, fsdp_events, tensor_parallel, timed_again, gone,
 )  # fmt: skip
 
 
@@ -424,3 +484,25 @@ def test_two_ranks(folder, case):
         file = folder / f"{case.__name__}{rank}"
         assert file.exists(), "a case before it failed"
         assert file.read_text() == "ended"
+
+
+def dies_in_a_replay(rank):
+    if device_type() == "cpu":
+        on_simulator(pytest.MonkeyPatch())
+    ours, _ = models()
+    step = cudagraph.whole_step(ours, F.mse_loss, sgd(ours))
+    for i in range(STEPS):
+        if rank == 1 and step.latest is not None:
+            step.latest.launch = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        float(step(*batch(i, rank)))
+    raise AssertionError("nobody has missed the rank that was killed")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_rank_that_is_killed_in_a_replay_ends_the_other_in_bounded_time(tmp_path, device):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    lives, killed = run_ranks(dies_in_a_replay, tmp_path, device=device, limit_s=90)
+    assert killed.exit_code == -signal.SIGKILL and lives.failed
+    # Gloo sees it by itself; NCCL waits on the device, until the watchdog of the step ends that.
+    assert "RanksError" in lives.error if device == "cuda" else "RuntimeError" in lives.error, lives

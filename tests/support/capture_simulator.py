@@ -424,6 +424,8 @@ class Simulator:
             assert storage.nbytes() <= all_garbage.nbytes
             torch_cuda.swap_memory(storage, torch_cuda.storage_at(all_garbage.data_ptr(), CPU, storage.nbytes()))
 
+    event = staticmethod(torch.cpu.Event)
+
     def is_capture_error(self, error: BaseException) -> bool:
         return isinstance(error, CaptureError)
 
