@@ -16,7 +16,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import device_type, run_ranks
+from ranks import WIDTH, blocks, device_type, run_ranks
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from whole_steps import Net, adamw, eager_step, on_simulator, sgd, tensors_of
 
+import aot_hooks
 import cudagraph
 from cudagraph.errors import RanksError
 from cudagraph.torch_private import cuda as torch_cuda
@@ -357,6 +358,42 @@ def fsdp_fails(rank):
     assert_refused_by_rank_1(ours, eager, rank, steps=5)
 
 
+def compiled_models(policy):
+    """Two equal models whose blocks are compiled, with what they save stored by `policy`."""
+    ours = nn.Sequential(nn.Linear(4, WIDTH), *blocks(2), nn.Linear(WIDTH, 2)).to(device_type())
+    pair = ours, copy.deepcopy(ours)
+    for each in pair:
+        for block in each[1:3]:
+            block.compile(backend="aot_hooks", options={"inner": "aten", "policy": policy})
+    return pair
+
+
+def compare_compiled(ours, eager, rank, steps):
+    optimizers = adamw(ours), adamw(eager)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0], clip_grad_norm=0.5)
+    compare(step, eager_step(eager, F.mse_loss, optimizers[1], clip_grad_norm=0.5), ours, eager, rank, steps=steps)
+    assert (step.refused, step.update_refused) == ("", "") and cudagraph.stats()["replays"] >= 5
+
+
+def fsdp_compiled(rank):
+    """Blocks are compiled and sharded; what they save is in float8."""
+    pair, mesh = compiled_models(aot_hooks.float8()), init_device_mesh(device_type(), (2,))
+    for each in pair:
+        for block in each[1:3]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(each, mesh=mesh)
+    compare_compiled(*pair, rank, steps=7)
+    plans = aot_hooks.last_plans(pair[0])
+    assert plans and all(plan.packed_bytes < plan.saved_bytes for plan in plans)
+
+
+def ddp_compiled(rank):
+    """Compiled blocks in a replicated model; what they save is in int8."""
+    models = compiled_models(aot_hooks.int8())
+    pair = [nn.parallel.DistributedDataParallel(each) for each in models]  # Dynamo refuses the smallest buckets
+    compare_compiled(*pair, rank, steps=STEPS)
+
+
 def tensor_parallel(rank):
     mesh = init_device_mesh(device_type(), (2,))
     torch.manual_seed(1)
@@ -444,14 +481,17 @@ CASES = (
 )  # fmt: skip
 
 
+COMPILED = (fsdp_compiled, ddp_compiled)
+
+
 def runs_here(case):
     """The simulator can gather parameters only where storages can exchange their memory."""
     return device_type() == "cuda" or torch_cuda.can_swap() or not case.__name__.startswith("fsdp")
 
 
 def work(rank, folder, names=()):
-    for case in filter(runs_here, CASES):
-        if names and case.__name__ not in names:
+    for case in filter(runs_here, (*CASES, *COMPILED)):
+        if case.__name__ not in (names or [each.__name__ for each in CASES]):
             continue
         cudagraph.reset()
         with pytest.MonkeyPatch.context() as patch:
@@ -476,14 +516,29 @@ def folder(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_ranks(folder, case):
+def assert_ended(folder, case):
     if "cpu" in folder.name and not torch_cuda.can_swap() and case.__name__.startswith("fsdp"):
         pytest.skip("the simulator needs storages that can exchange their memory")
     for rank in range(2):
         file = folder / f"{case.__name__}{rank}"
         assert file.exists(), "a case before it failed"
         assert file.read_text() == "ended"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_two_ranks(folder, case):
+    assert_ended(folder, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.__name__)
+def test_compiled_blocks_on_two_ranks(tmp_path_factory, case, device):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    folder = tmp_path_factory.mktemp(device)
+    run_ranks(work, folder, str(folder), [case.__name__], device=device, limit_s=200)
+    assert_ended(folder, case)
 
 
 def dies_in_a_replay(rank):

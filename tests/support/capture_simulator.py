@@ -235,6 +235,11 @@ class _Capturing(TorchDispatchMode):
         super().__init__()
         self.arena = arena
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Under any other mode, Dynamo would run the user's code and not what it has compiled."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         arena = self.arena
