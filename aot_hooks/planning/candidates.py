@@ -62,6 +62,7 @@ _LESS = 0.05
 Kernels then reuse memory that they don't without hooks (0.011 was seen, of int8 in a small network on a CPU), and a
 result is saved in place of terms (0.018).
 """
+ERROR = 0.9  # The share of `max_error` that a plan may have by its estimate, for what errors add up to beyond it.
 _STATISTIC = 64  # A value with fewer than one in so many of the forward's most elements is a statistic.
 _MASKS = "lossless()"
 
@@ -284,13 +285,13 @@ class Simulation:
 
         found, plan, live = self._rewritten(graphs, way, rule(0.0))
         saved_bytes = sum(v.row.nbytes for v in self.stock.boundary.tensors)
-        if error_within(plan, way, saved_bytes) > self.max_error:
+        if way.again == BLOCKS and error_within(plan, way, saved_bytes) > ERROR * self.max_error:
             return None
         call = _call(found, plan, live)
         inputs_bytes = sum(self._sent_inputs(graphs, way).values())
         # what one call returns is an item of the next one, so it counts once; but for the last call
         call = call._replace(nbytes=call.nbytes._replace(held=call.nbytes.held - inputs_bytes))
-        step_ms = self.wholes[-1].calls * (call.forward_ms + call.backward_ms)
+        step_ms = self.wholes[-1].slowness * self.wholes[-1].calls * (call.forward_ms + call.backward_ms)
 
         def steps(max_stall_ms: float) -> list[Predicted] | None:
             """The steps with copies that may hold them up so long; None if one is over its peak."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import threading
 import types
 import weakref
@@ -45,10 +46,11 @@ from .apart import averaged, tried_counts
 from .assignment import UNSEEN, Assignment, TightCalls
 from .budget import mib
 from .in_step import bytes_of, own_bytes
-from .measured import StepCheck, step_check
+from .measured import Clock, StepCheck, clock_of, slowness, step_check
 from .recipe import Recipe
 from .versions import Mode, Version, held_bytes
 
+log = logging.getLogger("aot_hooks")
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8
@@ -166,7 +168,8 @@ class Graph:
             return graph.ms * (_FORWARD_SHARE if phase == "forward" else 1 - _FORWARD_SHARE)
 
         found = [whole_of(self, trace, lambda graph: graph.share, ms, peak, link_share) for trace in traces]
-        wholes = tuple(replace(whole, frees_inputs=self.frees_inputs) for whole in found if whole is not None)
+        said: dict[str, Any] = {"frees_inputs": self.frees_inputs, "slowness": self.group.slowness}
+        wholes = tuple(replace(whole, **said) for whole in found if whole is not None)
         return wholes if len(wholes) == len(found) else ()
 
     def _tight_peak(self, nbytes: Bytes, count: int) -> int:
@@ -206,11 +209,16 @@ class Graph:
             # another thread may have changed the mode
             mode = Mode.PLANNED if found[0].in_step is not None else self.mode
             growth = 1 / self.share_of(sizes)
-            version = Version(self, mode, Bytes.total(map(own_bytes, found)).times(growth))
+            nbytes, ms = Bytes.total(map(own_bytes, found)).times(growth), sum(plan.after_ms for plan in found)
+            version = Version(self, mode, nbytes, ms)
+            self.group.compiled_count += 1
+            self.group.clock = self.group.clock or clock_of(plans)
             if mode is Mode.PLANNED:
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
                 if tight_plans:
-                    version.tight = Version(self, mode, own_bytes(tight_plans[0]), is_tight=True)
+                    version.tight = Version(
+                        self, mode, own_bytes(tight_plans[0]), tight_plans[0].after_ms, is_tight=True
+                    )
                     as_planned = self.least is not None and version.tight.nbytes.held <= self.least.held
                     version.tight_calls = plans[0].in_step.tight_calls if plans[0].in_step else 0
                     version.loose_calls = self.calls - version.tight_calls if as_planned else 0
@@ -228,7 +236,6 @@ class Graph:
             if listed is not None:
                 self.listed.append((listed, list(plans)))
             if mode is Mode.LEAST:
-                one = len(plans) == 1 and growth == 1
                 one = len(plans) == 1 and growth == 1
                 self.least, self.least_ms = version.nbytes, plans[0].after_ms if one else 0.0
             return version
@@ -277,6 +284,9 @@ class Group:
         why: why graphs were compiled again last, for the log.
         incomplete: how many steps in a row had calls without a backward.
         counted: whether `least` is planned for the number of calls in `traces`, not for an unknown number.
+        clock: of the device; None on a CPU, or before anything was compiled.
+        compiled_count: how many versions were compiled, which tells the steps that only ran.
+        slowness: see `Whole`. `is_timed`: a step was timed for it.
         restored: graphs of loaded plans that were not compiled yet, by their programs.
     """
 
@@ -295,6 +305,10 @@ class Group:
     why: str = ""
     incomplete: int = 0
     counted: bool = False
+    clock: Clock | None = None
+    compiled_count: int = 0
+    slowness: float = 1.0
+    is_timed: bool = False
     restored: dict[str, Graph] = field(default_factory=dict)
     busy: int = 0
     warned_bytes: int = 0
@@ -327,6 +341,8 @@ class Group:
             step = self.recorder.before_call()
             if not step.events:
                 step.notes_parameters = self.notes_parameters
+                if self.clock is not None and not self.is_timed:
+                    step.began = self.clock.now(), self.compiled_count
                 allocated = None if self.check is None else self.check.begins()
                 # what is gathered for the first call is of the step
                 step.allocated = None if allocated is None else allocated - self.gathered_bytes
@@ -419,6 +435,9 @@ class Group:
             if any(graph.compiled_count >= _MOST_COMPILED for graph in graphs):
                 why = f"they were, {_MOST_COMPILED} times"
             self.busy = self.busy + 1 if why == dynamo.BUSY else 0
+            if not why and self.waits_for_time(step):
+                self.notes_parameters = self.needs_plan = True
+                return
             if not why:
                 self.why = f"step {self.ended} peaks at {mib(taken)} of {mib(self.peak_bytes)}"
                 self.plan(trace, of_graphs, graphs)
@@ -428,6 +447,23 @@ class Group:
                 self.accepted.append(trace)
             if why and not 0 < self.busy < _MOST_BUSY:
                 self.warn(taken, step, why)
+
+    def waits_for_time(self, step: Step) -> bool:
+        """Whether the plan waits for the next step, to know how long steps take: this one has compiled something.
+
+        Copies hide in the time that a step takes. With exchanges of ranks, or on a slow host, that is more than what
+        its graphs are predicted to take.
+        """
+        if self.is_timed or self.clock is None or "offload" not in self.budget.allow:
+            return False
+        if step.began is None:  # the first step: nothing was compiled when it began
+            return True
+        began, compiled_count = step.began
+        self.is_timed = True
+        if compiled_count == self.compiled_count:
+            self.slowness = slowness(self.clock.ms_since(began), sum(call.what.ms for call in step.calls))
+            log.info("%r: a step takes %.2f times as long as predicted, in quarters", self.budget, self.slowness)
+        return False
 
     def measure(self, step: Step) -> None:
         """Compare what `step` took with the budget, if all of it is planned; once it is over, plan less."""

@@ -68,6 +68,38 @@ class Counters:
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
+@dataclass(frozen=True)
+class Clock:
+    """The time at which the current stream of a CUDA device gets somewhere."""
+
+    device: torch.device
+
+    def now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def ms_since(self, began: Any) -> float:
+        """The milliseconds from `began`, which `now` returned. Waits for the device."""
+        ended = self.now()
+        ended.synchronize()
+        return float(began.elapsed_time(ended))
+
+
+def clock_of(plans: Sequence[Plan]) -> Clock | None:
+    """The clock of the device that all tensors are saved on; None if that is no CUDA device."""
+    device = _cuda_device(plans)
+    return None if device is None else Clock(device)
+
+
+def slowness(ms: float, predicted_ms: float) -> float:
+    """How many times its predicted time a step takes, at least 1. In quarters, rounded down.
+
+    Cache keys contain it, and two measured times differ by a few percent.
+    """
+    return max(1.0, math.floor(4 * ms / predicted_ms) / 4) if predicted_ms else 1.0
+
+
 def checked(run: Callable[..., Any], budget: Assignment, plans: Sequence[Plan], wrapper: Any) -> Callable[..., Any]:
     """`run`, a compiled forward with `plans`, with the peaks of its first steps compared with `budget`.
 

@@ -32,7 +32,7 @@ from ..torch_private import aot
 from . import progress
 from .assignment import UNSEEN, Assignment, fitted
 from .budget import mib
-from .candidates import BLOCKS, GAIN, NOTHING, Way, computed_again, error_within, promising, ways
+from .candidates import BLOCKS, ERROR, GAIN, NOTHING, Way, computed_again, error_within, promising, ways
 from .in_step import bytes_of, in_step
 from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
 from .options import Graphs, Joint, step_of
@@ -42,7 +42,6 @@ from .search import NEAR, Limits, Tried, nothing, search
 from .solver import Solution
 from .step import ALONE, COMPUTED, RECOMPUTE, Moment, Step
 
-ERROR = 0.9  # The share of `max_error` that a plan may have by its estimate, for what errors add up to beyond it.
 _MANY = 63  # So many other calls of a graph are assumed while nobody knows how many there are.
 _UNKNOWN = (Moment("forward", _MANY), Moment("backward", _MANY))
 

@@ -28,6 +28,7 @@ class Version:
 
     Attributes:
         tight: a version that holds less, which the first `tight_calls` calls of the graph in a step run.
+        ms: the predicted time of a call, in milliseconds.
         loose_calls: how many may run this one at the same time, if there is a tight one.
         is_tight: it is such a version.
     """
@@ -35,6 +36,7 @@ class Version:
     graph: Any
     mode: Mode
     nbytes: Bytes
+    ms: float = 0.0
     tight: Version | None = None
     tight_calls: int = 0
     loose_calls: int = 0

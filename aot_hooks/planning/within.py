@@ -30,7 +30,7 @@ from .in_step import bytes_of, in_step
 from .options import Joint
 from .recipe import Recipe, Refused, warn_of_refused
 from .step import ALONE, Apart
-from .trials import ERROR, Planned, Trials, planned
+from .trials import Planned, Trials, planned
 
 log = logging.getLogger("aot_hooks")
 _FEW = 64  # So many values a graph has at most whose calls are planned apart: no step has many calls of a large one.
@@ -158,7 +158,7 @@ def _or_in_step(
     before, before_ms = joint.without_hooks()
     ratio = budget.step_ratio if found is None else _average_ratio(found.plan, budget.apart)
     most_ms = math.inf if only else min(before_ms * budget.step_ratio, before_ms * ratio * (1 - GAIN))
-    simulation = Simulation(budget.wholes, budget.allow, ERROR * budget.max_error, joint, joint.graphs())
+    simulation = Simulation(budget.wholes, budget.allow, budget.max_error, joint, joint.graphs())
     typed = simulation.fastest(most_ms, only) if budget.wholes else None
     if typed is None:
         return found

@@ -122,6 +122,7 @@ class Step:
         is_part: it began without calls whose backward runs in it, because these were left out.
         notes_parameters: its calls note their parameters.
         allocated: bytes on the device at its begin, if its owner measures that.
+        began: when it began, if its owner measures that.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -134,6 +135,7 @@ class Step:
     is_part: bool = False
     notes_parameters: bool = False
     allocated: int | None = None
+    began: Any = None
     number: int = field(default_factory=itertools.count().__next__)
 
     def trace(self, *, with_dropped: bool = True) -> Trace:

@@ -41,12 +41,14 @@ class Whole:
         peak: bytes that the whole step may take.
         link_share: the share of the link that the graph's copies may use, beside those of other graphs.
         frees_inputs: what one call of the graph returns is read by the next one, and nothing else holds it.
+        slowness: the time of a measured step over the predicted time of its calls. Copies hide in the measured one.
     """
 
     points: tuple[Point, ...]
     peak: int
     link_share: float = 1.0
     frees_inputs: bool = False
+    slowness: float = 1.0
 
     @property
     def calls(self) -> int:
@@ -103,7 +105,10 @@ class Predicted(NamedTuple):
 
 
 def predicted(whole: Whole, call: Call, in_flight: float, max_stall_ms: float, rates: Rates | None) -> Predicted:
-    """The peak and the time of a step. It may get `max_stall_ms` longer; `rates` are None where nothing is sent."""
+    """The peak and the time of a step. It may get `max_stall_ms` longer; `rates` are None where nothing is sent.
+
+    `Predicted.call_ms` is a predicted time: a stall counts as the share of the step that it is in a measured one.
+    """
     own, others = Sends(call.items, Terms(in_flight, max_stall_ms, 0.0, 0.0)), Sends((), Terms(0.0, 0.0, 0.0, 0.0))
     calls: list[Sends] = []
     events: list[Event] = []
@@ -114,7 +119,7 @@ def predicted(whole: Whole, call: Call, in_flight: float, max_stall_ms: float, r
             number[m.call] = len(calls)
             calls.append(own if m.call >= 0 else others)
         events.append(Event(Phase.FORWARD if m.call < 0 or forward else Phase.BACKWARD, number[m.call]))
-        took = m.ms if m.call < 0 else (call.forward_ms if forward else call.backward_ms)
+        took = whole.slowness * (m.ms if m.call < 0 else call.forward_ms if forward else call.backward_ms)
         at_ms.append(now + took if forward else now)  # a forward's items start at its end
         now += took
     live, stall_ms, sent_bytes = [sum(call.items) * n for n in _holding(whole)], 0.0, 0
@@ -123,8 +128,7 @@ def predicted(whole: Whole, call: Call, in_flight: float, max_stall_ms: float, r
         plan = plan_step(Trace(tuple(calls), tuple(events)), at_ms, *link)
         live, sent_bytes = [*plan.live_bytes], plan.sent_bytes
         stall_ms = plan.at_ms[-1] - (at_ms[-1] - at_ms[0]) + link_ms(sent_bytes, rates)
-    count = max(1, whole.calls)
-    ms = call.forward_ms + call.backward_ms + stall_ms / count
+    ms = call.forward_ms + call.backward_ms + stall_ms / (max(1, whole.calls) * whole.slowness)
     return Predicted(max(_alive(whole, call, live)), ms, stall_ms)
 
 
