@@ -69,6 +69,9 @@ class Hook:
             that state it, see `budget(allow=...)`.
         digits: how many significant binary digits a number has that comes back, 8 for bfloat16. None: as many as it
             had, or not known. Products of numbers with few digits take less power on GPUs; only times depend on it.
+        relative: for a lossy hook, whether the error of each number is a share of that number, as of `float8` and
+            `cast`. False: a share of the largest number beside it, as of `int8`. Then a tensor stays if the backward
+            reads its small numbers alone.
 
     Raises:
         OptionError: for an argument of a wrong type.
@@ -86,6 +89,7 @@ class Hook:
     declines: Callable[[Any], str | None] | None = None
     error: float | None = None
     digits: int | None = None
+    relative: bool = False
 
     def __post_init__(self) -> None:
         for field, value, right, expected in (
@@ -95,6 +99,7 @@ class Hook:
             ("eager", self.eager, isinstance(self.eager, bool), "True or False"),
             ("declines", self.declines, self.declines is None or callable(self.declines), "a function or None"),
             ("lossy", self.lossy, isinstance(self.lossy, bool), "True or False"),
+            ("relative", self.relative, isinstance(self.relative, bool), "True or False"),
             ("error", self.error, _is_error(self.error), "None or a number of at least 0, such as 0.01"),
             ("digits", self.digits, _is_count(self.digits), "None or a whole number of at least 1"),
             ("cache_hash", self.cache_hash, isinstance(self.cache_hash, (str, type(None))), "a str or None"),
@@ -110,7 +115,9 @@ class Hook:
             return None
         if not saved.dtype.is_floating_point:
             return f"{self.name} rounds: it leaves {str(saved.dtype).removeprefix('torch.')} as it is"
-        return next((read.why() for read in saved.backward_reads if not read.answered), None)
+        bears = {"small"} if self.relative else ()
+        reads = (read for read in saved.backward_reads if not read.answered and read.kind not in bears)
+        return next((read.why() for read in reads), None)
 
     @property
     def is_own(self) -> bool:
@@ -167,6 +174,7 @@ class Pack:
     lossy: bool = True
     error: float | None = None
     digits: int | None = None
+    relative: bool = False
 
     @property
     def __name__(self) -> str:
@@ -176,8 +184,12 @@ class Pack:
         raise NotImplementedError
 
 
+STATED = ("error", "digits", "relative")
+"""What a pack of this package says of its rounding; fields of `Hook` with the same names."""
+
+
 def hook_of(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> Hook:
-    stated: dict[str, Any] = {"declines": pack.declines, "error": pack.error, "digits": pack.digits}
+    stated: dict[str, Any] = {field: getattr(pack, field) for field in ("declines", *STATED)}
     return Hook(pack.name, pack, unpack, lossy=pack.lossy, **stated)
 
 

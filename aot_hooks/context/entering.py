@@ -12,7 +12,7 @@ import torch
 from .. import unused
 from ..eager.packing import has_pending, pack_pending, unpack_eager
 from ..errors import OptionError, names_arguments
-from ..hook import Hook, Pack
+from ..hook import STATED, Hook, Pack
 from ..settings.setting import Policy, Setting, uncalled_factory
 from ..torch_private import autograd, dynamo
 from .pairs import EagerPack, open_contexts, pair_for
@@ -177,7 +177,5 @@ def _as_hook(pack: Any, unpack: Any) -> Hook:
     name = getattr(pack, "__name__", type(pack).__name__)
     # the two functions of a library hook, passed one by one, still know which tensors they decline and how they round
     lossy = getattr(pack, "lossy", False) is True
-    stated: dict[str, Any] = {
-        field: getattr(pack, field, None) if isinstance(pack, Pack) else None for field in ("error", "digits")
-    }
+    stated: dict[str, Any] = {field: getattr(pack, field) for field in STATED} if isinstance(pack, Pack) else {}
     return Hook(name, pack, unpack, lossy=lossy, declines=getattr(pack, "declines", None), **stated)

@@ -43,7 +43,9 @@ from .nodes import (
     target_name,
     tensor_bytes,
 )
+from .probabilities import chooses
 from .read_tables import Bound, Test
+from .small_numbers import Elementwise, solves
 
 _MAX_ANSWER_BYTES = 1 / 4  # of the saved tensor's; larger answers are not worth their bytes beside the packed ones
 _BROADCAST = 16  # a number that is read for more results than this is a statistic: one error would shift them all
@@ -51,6 +53,7 @@ _aten = torch.ops.aten
 _WHY = {
     "decision": "the backward decides by it: ",
     "singular": "a small error of it may become any error: ",
+    "small": "the backward reads its small numbers alone, where a hook rounds to a share of the largest: ",
     "unknown": "not known to be safe to round for ",
 }
 
@@ -61,7 +64,8 @@ class Read:
 
     Attributes:
         kind: "decision" (the result jumps: a comparison, a rounding, an index), "singular" (a small error may become
-            any error: a logarithm, an exponential, a divisor) or "unknown" (an operator that no table lists).
+            any error: a logarithm, an exponential, a divisor), "small" (safe if each number is rounded by a share of
+            itself, not if by a share of the largest of its block) or "unknown" (an operator that no table lists).
         op: the operator, as the program called it.
         line: the user's line, "" if unknown.
         answered: for a decision, whether its exact outcome can be stored beside the rounded tensor.
@@ -172,13 +176,14 @@ class BackwardReads:
                     yield from self._follow_nested(value, user, direct)
                 elif kind != "smooth":
                     yield self._found(kind, start, value, user, direct)
-                elif user not in self.of_tangents:
+                if kind in ("smooth", "small") and user not in self.of_tangents:
                     stack.append((user, None))
 
     def _classify(self, value: Node, user: Node) -> str:
         """The kind of the read of `value` by `user`.
 
         Kinds beside those of `Read`: "smooth", "none" (only the shape is read), "nested" (read inside of a region).
+        The results of smooth and small reads are followed on.
 
         A backward is linear in the tangents. So the readers of a product with a gradient are linear, too, and are not
         followed. This does not hold for a sum with a gradient: the derivative of `logcumsumexp` takes its exponential.
@@ -207,16 +212,18 @@ class BackwardReads:
             smooth = cast("float", user.args[1]) >= 1
         else:
             smooth = positions != [] and set(positions) <= smooth_row(user).keys()
-        broadcast = has_tag(user, torch.Tag.pointwise) and _numel(user) > _BROADCAST * _numel(value)
-        if smooth and (broadcast or self._is_divided(user)):
+        if smooth and (self._is_broadcast(value, user) or self._is_divided(user)):
             return "singular"
         again = user not in self.of_tangents
         if smooth and again and may_cancel(user):
             return "singular"
         if smooth and not again and set(positions) & set(tables.ADDENDS.get(name, ())):
             return "singular"
+        if smooth and (made := self.forward_node_of.get(value)) is not None and (solves(made) or chooses(made)):
+            return "singular"
         if smooth:
-            return "smooth"
+            levels_off = again and self._elementwise.levels_off(user, value) and self._reads_numbers_of(user)
+            return "small" if levels_off or self._meets_its_slope(value, user) else "smooth"
         plain = name.split(".")[1] if name.count(".") == 2 else name
         return "decision" if plain in tables.DECIDES else "singular" if plain in tables.SINGULAR else "unknown"
 
@@ -232,6 +239,23 @@ class BackwardReads:
             return False
         return _is_gate_of_itself(self.forward_node_of.get(gate, gate))
 
+    def _reads_numbers_of(self, node: Node) -> bool:
+        """Whether a gradient is made with the numbers of `node`, which is computed again, not with decisions alone."""
+        for value in (onward := [node]):  # grows
+            for user in value.users:
+                if user.op != "call_function" or self._classify(value, user) not in ("smooth", "small", "nested"):
+                    continue
+                if user in self.of_tangents:
+                    return True
+                if user not in onward:
+                    onward.append(user)
+        return False
+
+    def _is_broadcast(self, value: Node, user: Node) -> bool:
+        """Whether `user`, or what moves the gradient that it makes, has many results for each number of `value`."""
+        most = _BROADCAST * _numel(value)
+        return has_tag(user, torch.Tag.pointwise) and any(_numel(node) > most for node in self._moved(user))
+
     def _is_divided(self, user: Node) -> bool:
         """Whether `user` divides element by element, or moves a gradient into such a division.
 
@@ -239,11 +263,7 @@ class BackwardReads:
         derivative of `hypot(x, y)` divides x by the result; the quotient is at most 1 only if neither was rounded.
         """
 
-        def moved_into(node: Node) -> Iterable[Node]:
-            moves = user in self.of_tangents if node is user else target_name(node) in tables.MOVES_BY_INDEX
-            return node.users if moves else ()
-
-        for node in nearest_first([user], moved_into):
+        for node in self._moved(user):
             divisors: list[Any] = [node.args[1]] if node.target is _aten.div.Tensor else []
             if node.target is _aten.mul.Tensor:
                 divisors = [a for a in node.args if isinstance(a, Node) and a.target is _aten.reciprocal.default]
@@ -251,6 +271,31 @@ class BackwardReads:
             if not self.of_tangents.issuperset(big):
                 return True
         return False
+
+    def _moved(self, user: Node) -> Iterator[Node]:
+        """`user`, and what reads the gradient that it makes, as it is or moved to other places."""
+
+        def next_of(node: Node) -> Iterable[Node]:
+            by_number = target_name(node) in tables.OF_NUMBERS and not isinstance(node.args[1], Node)
+            moves = user in self.of_tangents if node is user else by_number or target_name(node) in tables.LOCAL
+            return node.users if moves else ()
+
+        return iter(nearest_first([user], next_of))
+
+    @functools.cached_property
+    def _elementwise(self) -> Elementwise:
+        return Elementwise(self.forward_node_of)
+
+    def _meets_its_slope(self, value: Node, user: Node) -> bool:
+        """Whether `user` multiplies `value` with a gradient, and a slope near zero of the same numbers follows.
+
+        Example: the derivative of `binary_cross_entropy_with_logits(x, sigmoid(x))` has x times the sigmoid's slope.
+        """
+        if user.target is not _aten.mul.Tensor or user not in self.of_tangents:
+            return False
+        slopes = [n for n in self._moved(user) if n is not user and op_name(n) in tables.SLOPES_NEAR_ZERO]
+        gates = [n for slope in slopes for n in slope.all_input_nodes if n not in self.of_tangents]
+        return any(self._elementwise.is_of_the_same(value, gate) for gate in gates)
 
     def _follow_nested(self, value: Node, user: Node, direct: Node) -> Iterator[FoundRead]:
         """The reads of `value` inside of the region that `user` calls; a read of the region's results is unknown."""

@@ -14,10 +14,14 @@ from typing import cast
 import torch
 from torch.fx import Node
 
+from cudagraph.placeholder import nearest_first
+
+from . import read_tables as tables
 from .nodes import op_name, target_name, view_source
 
 _aten = torch.ops.aten
-_SOFTMAX = "aten._softmax.default"
+# The second gives zeros for a row of scores that are all masked; attention made of single operators calls it.
+_SOFTMAX = frozenset(("aten._softmax.default", "aten._safe_softmax.default"))
 # Views that have whole rows of the argument, if the last size is the same. A column of a square matrix is no such row.
 _SAME_ROWS = frozenset(
     f"aten.{name}.default" for name in ("alias", "detach", "expand", "unsqueeze", "view", "_unsafe_view")
@@ -49,10 +53,12 @@ def summed_dimension(node: Node) -> int | None:
 
 def _dimension_of(node: Node) -> int | None:
     """The dimension of the softmax whose result, or whose exponentials, `node` computes."""
-    if target_name(node) == _SOFTMAX:
+    if target_name(node) in _SOFTMAX:
         return cast("int", node.args[1])
-    if op_name(node) != _SOFTMAX:  # a piece of it, for Inductor
+    if op_name(node) not in _SOFTMAX:  # a piece of it, for Inductor
         return None
+    if node.target is _aten.where.self:  # zeros, where a row is masked
+        node = cast("Node", node.args[2])
     exponentials = node.args[0] if node.target is _aten.div.Tensor else node
     if not isinstance(exponentials, Node) or exponentials.target is not _aten.exp.default:
         return None
@@ -60,9 +66,22 @@ def _dimension_of(node: Node) -> int | None:
     return cast("list[int]", totals[0].args[1])[0] if totals else None
 
 
+def chooses(node: Node) -> bool:
+    """Whether the program chooses by the probabilities `node`: a router's, which are small beside its experts.
+
+    The smallest of them decide the gradient of a router that is sure, and `int8` rounds them to zero.
+    """
+    if node.target is not _aten.div.Tensor and str(node.target) not in _SOFTMAX:
+        while (source := view_source(node)) is not None:
+            node = source
+    copies = tables.MOVES | tables.CONVERSIONS
+    readers = nearest_first([node], lambda n: [u for u in n.users if n is node or str(n.target) in copies])
+    return op_name(node) in _SOFTMAX and any(str(reader.target) in tables.CHOOSE for reader in readers)
+
+
 def is_division_by_sum(node: Node, exponentials: Node) -> bool:
     """Whether `node` is the piece of softmax that makes probabilities of `exponentials`."""
-    return op_name(node) == _SOFTMAX and node.target is _aten.div.Tensor and node.args[0] is exponentials
+    return op_name(node) in _SOFTMAX and node.target is _aten.div.Tensor and node.args[0] is exponentials
 
 
 def as_probabilities(y: torch.Tensor, dimension: int) -> torch.Tensor:

@@ -233,6 +233,22 @@ SMOOTH: dict[str, dict[int, Bound]] = {
 }
 MOST_POWER = 4  # x ** n has n times the relative error of x; no other bound is above it
 
+# --- reads of the small numbers of a row alone, see small_numbers.py ------------------------------------------------
+
+# Their results are no larger where the numbers are: one that is small beside its block counts as much as the largest.
+# tests/graphs/test_bounds.py computes which rows of `SMOOTH` these are. A bound of 0 keeps the larger half: ReLU.
+LEVELS_OFF = _ops(
+    "tanh erf atan hardtanh clamp_min clamp_max maximum minimum clamp_min.Tensor clamp_max.Tensor",
+    "amax amin max min max.dim min.dim kthvalue",
+)
+# A gradient times a slope that is zero where the number is large, whatever its sign.
+SLOPES_NEAR_ZERO = _ops("sigmoid_backward tanh_backward hardtanh_backward hardsigmoid_backward")
+CHOOSE = _ops("topk argmax max.dim sort sort.stable")  # of a router's probabilities
+# What moves gradients, masks them, or adds up those of a row; each stays about as large as it was.
+LOCAL = MOVES_BY_INDEX | CONVERSIONS | _ops("flip roll cumsum masked_fill.Scalar where.self neg mul.Scalar div.Scalar")
+# Solutions, whose numbers grow from row to row. Their derivative is cut to a triangle, which leaves the smallest alone.
+SOLUTIONS = _ops("linalg_solve_triangular triangular_solve linalg_lu_solve")
+
 # The positions of arguments that are added to the others, or put beside them; not of factors.
 ADDENDS: dict[str, tuple[int, ...]] = {
     **_at("add.Tensor sub.Tensor rsub.Tensor lerp.Scalar maximum minimum clamp_min.Tensor clamp_max.Tensor", 0, 1),
@@ -257,6 +273,9 @@ NORMS = _ops(
     "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional",
     "_batch_norm_with_update _batch_norm_with_update_functional cudnn_batch_norm miopen_batch_norm",
 )
+
+# The results of these have about the same size, whatever they read.
+NORMALIZE = NORMS | _ops("native_layer_norm native_group_norm _fused_rms_norm")
 
 # Operators of which a piece may be a sum that cancels, as in eager mode: there they read the same rounded numbers.
 WHOLES = (SMOOTH.keys() | NORMS) - GRADIENTS_ONLY

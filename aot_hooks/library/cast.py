@@ -52,4 +52,5 @@ def cast(dtype: torch.dtype) -> Hook:
         raise OptionError(f"cast: dtype must be one of {', '.join(map(str, FLOATS))}, got {dtype}")
     name = f"cast({str(dtype).removeprefix('torch.')})"
     declines = Declines(name, 8 * dtype.itemsize, dtypes=_WIDER[dtype.itemsize])
-    return hook_of(_Pack(name, declines, dtype, error=_ERRORS[dtype], digits=_DIGITS[dtype]), convert_back)
+    pack = _Pack(name, declines, dtype, error=_ERRORS[dtype], digits=_DIGITS[dtype], relative=True)
+    return hook_of(pack, convert_back)

@@ -122,5 +122,5 @@ def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise") -
         raise OptionError(f"float8: scaling must be one of {', '.join(map(repr, _BLOCKS))}, got {scaling!r}")
     name = f"float8({str(dtype).removeprefix('torch.float8_')}, {scaling})"
     declines = Declines("float8", 8, 4, _BLOCKS[scaling] or 1 << 62)
-    stated: dict[str, Any] = {"error": _ERRORS[dtype], "digits": _DIGITS[dtype]}
+    stated: dict[str, Any] = {"error": _ERRORS[dtype], "digits": _DIGITS[dtype], "relative": True}
     return hook_of(_Pack(name, declines, dtype, scaling, **stated), _Unpack(dtype, scaling))

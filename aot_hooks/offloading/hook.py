@@ -23,7 +23,7 @@ from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.nodes import tensor_bytes
 from ..graphs.speeds import Rates
-from ..hook import Hook, Pack, compiled_by, hook_of, interned
+from ..hook import STATED, Hook, Pack, compiled_by, hook_of, interned
 from ..torch_private.values import pytree
 from . import transfers
 
@@ -289,6 +289,7 @@ def offload(
     limits = min_bytes, max_host_bytes, in_flight_bytes, max_stall_ms
     settings = OffloadSettings(then is None, *limits, rates, across_graphs)
     name = "offload" if then is None else f"offload({then.name})"
-    lossy, error, digits = (False, 0.0, None) if then is None else (then.lossy, then.error, then.digits)
-    pack = _Pack(name, _Declines(min_bytes, then), settings, then, lossy=lossy, error=error, digits=digits)
+    stated: dict[str, Any] = {"error": 0.0} if then is None else {field: getattr(then, field) for field in STATED}
+    lossy = then is not None and then.lossy
+    pack = _Pack(name, _Declines(min_bytes, then), settings, then, lossy=lossy, **stated)
     return hook_of(pack, _Unpack(then))

@@ -157,7 +157,7 @@ def sequence_number(node: Any) -> int:
 def softmax_dimension(x: torch.Tensor) -> int | None:
     """The dimension along which the numbers of `x` add up to one, if a softmax has made it."""
     node: Any = x.grad_fn
-    if node is None or node.name() != "SoftmaxBackward0" or x.dim() == 0:
+    if node is None or node.name() not in ("SoftmaxBackward0", "SafeSoftmaxBackward0") or x.dim() == 0:
         return None
     return int(node._saved_dim + (1 << 63)) % (1 << 64) - (1 << 63)  # torch gives it without its sign
 

@@ -279,7 +279,26 @@ def sampled(t: torch.Tensor, h: torch.Tensor, of_grid: bool) -> list[torch.Tenso
 # backward(h, t) -> the reads of h that are not smooth: (kind, operator, answered)
 KINDS = {
     "a product": (lambda h, t: (h * t,), []),
-    "a smooth chain": (lambda h, t: ((h.tanh().erf() * 3).atan() * t,), []),
+    "a smooth chain": (lambda h, t: ((F.gelu(h.abs()) * 3).relu() * t,), []),
+    "a chain that levels off": (
+        lambda h, t: ((h.tanh().erf() * 3).atan() * t,),
+        [("small", f"{name}.default", False) for name in ("tanh", "erf", "atan")],
+    ),
+    "gelu by tanh, by hand": (lambda h, t: (h * 0.5 * (1 + (0.8 * (h + 0.04 * h.pow(3))).tanh()) * t,), []),
+    "normalized, and then an upper bound": (lambda h, t: (F.layer_norm(h, (6,)).clamp(max=2.0) * t,), []),
+    "times the slope of itself": (
+        lambda h, t: (aten.tanh_backward(t * h, h.tanh()),),
+        [("small", "mul.Tensor", False), ("small", "tanh.default", False)],
+    ),
+    "times the slope of another": (lambda h, t: (aten.tanh_backward(t * h, t.detach()),), []),
+    "a dividend, with those behind it": (
+        lambda h, t: ((t * h).flip(0).cumsum(0).flip(0).masked_fill(t > 9, 0.0) / (h.abs() + 1),),
+        [("singular", "mul.Tensor", False), ("singular", "add.Tensor", False)],
+    ),
+    "for many results, behind a product": (
+        lambda h, t: ((t[0] * h[0])[:, None].expand(6, 200) / 200,),
+        [("singular", "mul.Tensor", False)],
+    ),
     "an angle": (lambda h, t: ((h * 3).cos() * t,), [("singular", "cos.default", False)]),
     "a gate": (lambda h, t: (h.sigmoid() * t,), [("singular", "sigmoid.default", False)]),
     "a gate of itself": (lambda h, t: (h * (h * 1.702).sigmoid() * t,), []),
@@ -296,8 +315,9 @@ KINDS = {
         [("singular", "mse_loss_backward.default", False)],
     ),
     "a slope of erf": (lambda h, t: ((-h.pow(2)).exp() * (2 / math.sqrt(math.pi)) * t,), []),
-    "a lower bound alone": (lambda h, t: (h.clamp(min=0.5) * t,), []),
-    "an upper bound alone": (lambda h, t: (h.clamp(max=0.5) * t,), []),
+    "a lower bound of 0": (lambda h, t: (h.clamp(min=0) * t,), []),
+    "a lower bound alone": (lambda h, t: (h.clamp(min=0.5) * t,), [("small", "clamp.default", False)]),
+    "an upper bound alone": (lambda h, t: (h.clamp(max=0.5) * t,), [("small", "clamp.default", False)]),
     "both bounds": (lambda h, t: (h.clamp(-0.5, 0.5) * t,), [("unknown", "clamp.default", False)]),
     "pixels, without the grid's gradient": (lambda h, t: (sampled(t, h, False)[0],), []),
     "pixels, with the grid's gradient": (

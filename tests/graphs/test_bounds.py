@@ -13,7 +13,7 @@ import pytest
 import reads_table
 import torch
 
-from aot_hooks.graphs.read_tables import ACTIVATION, LINEAR, MOST_POWER, SMOOTH, STEPS, UNIT
+from aot_hooks.graphs.read_tables import ACTIVATION, LEVELS_OFF, LINEAR, MOST_POWER, SMOOTH, STEPS, UNIT
 
 aten = torch.ops.aten
 R = 2.0**-4  # float8's relative rounding
@@ -100,6 +100,58 @@ POINTWISE: dict[tuple[str, int], Function] = {
     ("mish_backward", 1): lambda x: aten.mish_backward(ONES[: len(x)], x),
     ("tanh_backward", 1): lambda x: aten.tanh_backward(ONES[: len(x)], x),
 }
+
+
+# --- numbers that share a scale: each is off by a share of the largest ------------------------------------------------
+
+OF_BLOCK = 2.0**-7  # the rounding of int8, of the largest number
+BEYOND = 8.0  # times `OF_BLOCK` of the result: what is above it has lost its small numbers
+SIZES = [10.0**e for e in range(-4, 5)]
+
+
+def of_block(f: Function, size: float, sign: float | None) -> float:
+    """The error of f's results, where each number of a block is off by `OF_BLOCK` of the largest, as a share of both.
+
+    Numbers are normal, of `size`; with a `sign` all have that one.
+    """
+    x = torch.randn(4096, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * size
+    x = x if sign is None else x.abs() * sign
+    off = torch.rand(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    y = f(x)
+    if not y.any():  # ReLU of negative numbers
+        return 0.0
+    error = (f(x + off * OF_BLOCK * x.abs().max()) - y).square().mean().sqrt()
+    return (error / OF_BLOCK / y.square().mean().sqrt()).item()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", sorted({name for name, _ in POINTWISE if not name.endswith("_backward")}))
+def test_results_that_level_off_are_lost_where_numbers_share_a_scale(name: str) -> None:
+    """tanh(0.5) is, beside a number of 1,000 in a block of int8. Rows for which this holds are `LEVELS_OFF`.
+
+    Activations are held to numbers on both sides of zero, as above.
+    """
+    positions = [p for other, p in POINTWISE if other == name]
+    signs = [None] if SMOOTH[full(name)][positions[0]] is ACTIVATION else [None, 1.0, -1.0]
+    worst = max(of_block(POINTWISE[name, p], size, sign) for p in positions for size in SIZES for sign in signs)
+    assert (worst > BEYOND) == (full(name) in LEVELS_OFF), worst
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["amax", "amin", "max", "min", "max.dim", "min.dim", "kthvalue", "linalg_vector_norm"])
+def test_a_number_chosen_from_a_row_may_be_its_smallest(name: str) -> None:
+    GENERATOR.manual_seed(0)
+    x = (1e3 * torch.randn(64, 64, dtype=torch.float64, generator=GENERATOR)).abs()
+    x[:, 0] = 0.5
+    choose = {"kthvalue": (1, 1), "linalg_vector_norm": (2, [1]), "max": (), "min": ()}.get(name, (1,))
+    lost = []
+    for numbers in (x, -x):
+        near = (
+            numbers + (torch.rand(x.shape, dtype=torch.float64, generator=GENERATOR) - 0.5) * OF_BLOCK * x.abs().max()
+        )
+        y, off = (results(full(name), [t, *choose]) for t in (numbers, near))
+        lost.append(((off - y).norm() / OF_BLOCK / y.norm()).item() > BEYOND)
+    assert any(lost) == (full(name) in LEVELS_OFF)
 
 
 def full(name: str) -> str:

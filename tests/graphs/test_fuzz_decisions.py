@@ -53,6 +53,15 @@ def test_inputs_of_any_magnitude_obey_the_same_rule(seed: int) -> None:
     assert all(v.ok for v in verdicts), f"{program.magnitude:g}\n{program.code}{oracle.format_failures(verdicts)}"
 
 
+@pytest.mark.parametrize("seed", (70081, 70102, 70112))
+def test_small_numbers_of_a_block_are_not_lost_where_they_alone_count(seed: int) -> None:
+    """An exponential below a bound, and numbers times the slope of their sigmoid: int8 was 0.53, 0.13 and 0.81 off."""
+    program = fuzz_decisions.generate(seed, magnitudes=(1e-3, 1e4))
+    verdicts = fuzz_decisions.check(program, hooks=("float8", "int8", "int4"))
+    assert all(v.ok for v in verdicts), f"{program.magnitude:g}\n{program.code}{oracle.format_failures(verdicts)}"
+    assert all(v.error <= 0.05 for v in verdicts), verdicts
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", (2,))
 def test_inductor_obeys_the_same_rule(seed: int) -> None:
