@@ -278,10 +278,13 @@ class Simulation:
         """One way, with copies that hold the step up as little as its peak allows; None if it is over the peak."""
         in_flight = min(_IN_FLIGHT, *(int(_IN_FLIGHT_SHARE * whole.peak) for whole in self.wholes))
 
+        limits: dict[str, Any] = {"in_flight_bytes": in_flight, "min_bytes": _MIN_BYTES, "rates": rates}
+        across = way.sends and way.again != BLOCKS  # inputs of blocks are few bytes: every call sends all of them
+
         def rule(max_stall_ms: float) -> Any:
-            limits: dict[str, Any] = {"in_flight_bytes": in_flight, "max_stall_ms": max_stall_ms, "rates": rates}
-            limits |= {"min_bytes": _MIN_BYTES, "across_graphs": True}
-            return way.rule() if rates is None else for_budget(way.rule(**limits))
+            if not across:
+                return way.rule(**limits)
+            return for_budget(way.rule(**limits, max_stall_ms=max_stall_ms, across_graphs=True))
 
         found, plan, live = self._rewritten(graphs, way, rule(0.0))
         saved_bytes = sum(v.row.nbytes for v in self.stock.boundary.tensors)
@@ -289,8 +292,8 @@ class Simulation:
             return None
         call = _call(found, plan, live)
         inputs_bytes = sum(self._sent_inputs(graphs, way).values())
-        # what one call returns is an item of the next one, so it counts once; but for the last call
-        call = call._replace(nbytes=call.nbytes._replace(held=call.nbytes.held - inputs_bytes))
+        # What one call returns is gone once the next one has run, and counts there meanwhile. That of the last stays.
+        call = call._replace(nbytes=call.nbytes._replace(held=call.nbytes.held - 2 * inputs_bytes))
         step_ms = self.wholes[-1].slowness * self.wholes[-1].calls * (call.forward_ms + call.backward_ms)
 
         def steps(max_stall_ms: float) -> list[Predicted] | None:
@@ -300,17 +303,17 @@ class Simulation:
             fits = all(step.peak <= whole.peak for step, whole in zip(found, self.wholes, strict=True))
             return found if fits else None
 
-        stall_ms, best = _least_stall(steps, step_ms) if rates is not None else (0.0, steps(0.0))
+        stall_ms, best = _least_stall(steps, step_ms) if across else (0.0, steps(0.0))
         if best is None:
             return None
-        if rates is not None:  # with the stall that is needed, which the first time was not known
+        if across:  # with the stall that is needed, which the first time was not known
             found, plan, live = self._rewritten(graphs, way, rule(_STALL_ROOM * stall_ms + _STALL_SHARE * step_ms))
         return Typed(way, found.fw, found.bw, plan, live, call, best[-1])
 
     def _rewritten(self, graphs: Graphs, way: Way, hook: Any) -> tuple[Graphs, Plan, tuple[LivePoint, ...]]:
         """A copy of `graphs` with a hook for all, as the backend makes it for users who type it.
 
-        Inputs that are sent count as alive in the call that reads them.
+        Inputs that are sent count as alive in the forward that reads them.
         """
         inputs = self._sent_inputs(graphs, way)
         scope = "no_static" if inputs and self.joint.setting.scope != "all" else None
@@ -318,7 +321,8 @@ class Simulation:
         if way.again and graphs.fused:
             split_and_hold(found.fw, found.bw, num_fwd_outputs=graphs.num_fwd_outputs, roots=graphs.roots)
         more = sum(inputs.values())
-        return found, plan, tuple(replace(p, live_bytes=p.live_bytes + more) for p in found.live())
+        live = (replace(p, live_bytes=p.live_bytes + more * (p.phase == "forward")) for p in found.live())
+        return found, plan, tuple(live)
 
     def _sent_inputs(self, graphs: Graphs, way: Way) -> dict[str, int]:
         """The bytes of the inputs that the call before has returned, by name, if they are sent.

@@ -370,7 +370,7 @@ def test_a_full_device_is_told_the_least_that_a_step_can_take(model, x):
 
     def least(free):
         with pytest.raises(BudgetError) as e:
-            aot_hooks.plan(model, x, policy=dataclasses.replace(budget("fit"), free=free), inner="aten")
+            aot_hooks.plan(model, x, policy=Assignment.of(budget("fit"), free=free), inner="aten")
         return str(e.value).partition("takes ")[2]
 
     assert least(0) == least(1)

@@ -83,3 +83,31 @@ def test_rounded_ways_stay_within_the_error(x, link) -> None:
         apart = sum((f - e).square().sum() for f, e in zip(found, expected, strict=True))
         assert torch.as_tensor(apart).sqrt() <= 0.06 * torch.cat([e.flatten() for e in expected]).norm()
     assert aot_hooks.last_plans(model)[-1].peak_bytes <= peak_of(model_of(*[Block] * 8), x, 0.25)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_inputs_of_blocks_wait_on_the_host_if_nothing_else_holds_them(link, kept, tmp_path) -> None:
+    """With what 14 blocks return on the device a step takes 9 MiB. A program that keeps it gets no other plan."""
+    x = torch.randn(4 * many_blocks.ROWS, many_blocks.WIDTH, requires_grad=True)
+    model = model_of(*[Block] * 14)
+    expected, peak = gradients(model, x), 30 * x.nbytes
+    compile_blocks(model, budget(peak, max_error=0, allow=("recompute", "offload")))
+
+    def step() -> None:
+        hidden = [x]
+        for block in model:
+            hidden = [*(hidden if kept else []), block(hidden[-1])]
+        hidden[-1].sin().sum().backward()
+
+    if kept:
+        with pytest.raises(Exception, match="but the least that was found takes 9"):
+            for _ in range(3):
+                train(model, x, step)
+        return
+    for _ in range(4):
+        assert_equal(train(model, x, step), expected)
+    (plan,) = aot_hooks.last_plans(model)
+    assert plan.recipe.across_graphs and plan.recipe.typed == ("blocks computed again", "offload()")
+    sent = {d.saved.name for d in plan.decisions if d.hook is not aot_hooks.KEEP}
+    assert [d.saved.is_input for d in plan.decisions if d.saved.name in sent] == [True]
+    assert 0.8 * plan.peak_bytes < measured(model, x, tmp_path) <= plan.peak_bytes <= peak
