@@ -271,8 +271,8 @@ class Simulation:
     def _ways(self) -> list[Way]:
         """The ways to try. Of forms that round the first is enough: it is the fastest."""
         found = ways(self.allow, self.max_error)
-        rounded = [way.form for way in found if way.form is not None and error_of(way.form)]
-        return [way for way in found if way.form not in rounded[1:]]
+        rounded = [way.form for way in found if isinstance(way.form, Hook) and error_of(way.form)]
+        return [way for way in found if way.form is rounded[0] or way.form not in rounded] if rounded else found
 
     def _typed(self, graphs: Graphs, way: Way, rates: Rates | None) -> Typed | None:
         """One way, with copies that hold the step up as little as its peak allows; None if it is over the peak."""

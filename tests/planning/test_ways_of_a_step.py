@@ -111,3 +111,12 @@ def test_inputs_of_blocks_wait_on_the_host_if_nothing_else_holds_them(link, kept
     sent = {d.saved.name for d in plan.decisions if d.hook is not aot_hooks.KEEP}
     assert [d.saved.is_input for d in plan.decisions if d.saved.name in sent] == [True]
     assert 0.8 * plan.peak_bytes < measured(model, x, tmp_path) <= plan.peak_bytes <= peak
+
+
+def test_of_forms_that_round_only_the_fastest_is_tried() -> None:
+    allow = ("recompute", "lossless", "offload", "float8", "int8")
+    found = candidates.Simulation((), allow, 0.05, joint=None, stock=None)._ways()  # type: ignore[arg-type]
+    named = {(way.again, way.name) for way in found}
+    for again in ("", candidates.POINTWISE, candidates.BLOCKS):
+        assert {(again, "float8()"), (again, "offload()"), (again, "offload(then=float8())")} <= named
+    assert ("", "lossless()") in named and not any("int8" in name for _, name in named)
