@@ -89,7 +89,7 @@ def ends_early(rank: int) -> None:
 
 @on_cpus_and_gpus
 def test_200_steps_have_the_losses_of_200_without_hooks(device: str, tmp_path: pathlib.Path) -> None:
-    ended = run_ranks(trains_long, tmp_path, limit_s=60 if device == "cpu" else 200, device=device)
+    ended = run_ranks(trains_long, tmp_path, limit_s=200, device=device)
     assert [each.exit_code for each in ended] == [0, 0], ended
 
 
