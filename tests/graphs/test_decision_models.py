@@ -9,11 +9,9 @@ from decision_losses import DYNAMIC, PROGRAMS, make
 
 # A few of each kind in decision_models.py and decision_losses.py. The others decide by the same operators.
 QUICK = {
-    *("gelu_amax", "cnn_max_pool", "l_inf_clipping", "hardest_negative"),
-    *("router_by_argmax", "router_by_topk", "hard_gumbel_softmax"),
-    *("ste_round_by_detach", "fake_quantization", "vector_quantization"),
-    *("softmax_log", "distillation", "focal_loss", "sparsemax", "label_smoothing_autocast", "entropy_of_attention"),
-    *("mamba_parallel_scan", "batch_norm_float32", "squared_relu_autocast", "dropout_layer_norm"),
+    *("gelu_amax", "cnn_max_pool", "hardest_negative", "router_by_topk", "hard_gumbel_softmax"),
+    *("ste_round_by_detach", "vector_quantization", "softmax_log", "focal_loss", "entropy_of_attention"),
+    *("mamba_parallel_scan", "squared_relu_autocast", "dropout_layer_norm"),
 }
 INDUCTOR = (
     "cnn_amax",
@@ -27,10 +25,10 @@ INDUCTOR = (
 NOTHING_PACKED = {"nn_lstm", "ste_round", "ste_floor", "ste_sign", "rounded_factor", "learned_step_size"}
 
 
-def check(name: str, inner: str) -> None:
+def check(name: str, inner: str, hooks: tuple[str, ...]) -> None:
     module, inputs, wrt = make(name)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=name in DYNAMIC):
-        verdicts, without_hooks = oracle.compare(module, inputs, wrt, oracle.TWO_KINDS, inner=inner)
+        verdicts, without_hooks = oracle.compare(module, inputs, wrt, hooks, inner=inner)
     assert without_hooks < 2.0**-5, f"{name} differs from eager mode without hooks by {without_hooks}"
     assert any(v.packed_count for v in verdicts) or name in NOTHING_PACKED, "nothing was packed"
     assert all(v.ok for v in verdicts), f"{name}\n{oracle.format_failures(verdicts)}"
@@ -40,10 +38,11 @@ def check(name: str, inner: str) -> None:
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PROGRAMS]
 )
 def test_a_hook_costs_a_model_no_more_than_in_eager_mode(name: str) -> None:
-    check(name, "aten")
+    check(name, "aten", oracle.TWO_KINDS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_inductor_obeys_the_same_rule(name: str) -> None:
-    check(name, "inductor")
+    """With one hook: which reads may be rounded depends on no hook, and each graph takes 2.4 s to compile."""
+    check(name, "inductor", ("int4",))

@@ -28,12 +28,12 @@ ACTIVATED = (
     "nn_functional_layer_norm", "nn_functional_rms_norm", "nn_functional_conv2d", "nn_functional_batch_norm",
     "nn_functional_cross_entropy", "nn_functional_scaled_dot_product_attention",
 )  # fmt: skip
+SMOOTH = {"mul", "nn_functional_gelu", "matmul"}  # what they read is packed
 # A few of each kind.
 QUICK = {
-    *("amax", "clamp", "kthvalue", "where", "round", "scatter_reduce_amax", "nn_functional_max_pool2d"),
-    *("log", "rsqrt", "pow", "cumprod", "nn_functional_binary_cross_entropy", "linalg_inv"),
-    *("mul", "matmul", "tanh", "logsumexp", "nn_functional_gelu", "nn_functional_layer_norm"),
-    "nn_functional_scaled_dot_product_attention",
+    *("amax", "clamp", "kthvalue", "where", "nn_functional_max_pool2d"),
+    *("log", "pow", "cumprod", "nn_functional_binary_cross_entropy"),
+    *(*SMOOTH, "nn_functional_layer_norm", "nn_functional_scaled_dot_product_attention"),
 }
 OTHERS = tuple(
     (name, dtype, form)
@@ -60,6 +60,8 @@ def test_a_hook_costs_an_operator_no_more_than_in_eager_mode(name: str, dtype: s
     assert not result.reason, result.reason
     assert result.without_hooks < 2.0**-5
     assert result.ok, f"{name} {dtype} {form} {result.shapes}\n{oracle.format_failures(result.verdicts)}"
+    if name in SMOOTH and (dtype, form) == ("float32", "activated"):  # else the oracle would have nothing to compare
+        assert all(v.packed_count and v.error > 0 for v in result.verdicts), result
 
 
 @pytest.mark.parametrize(("name", "magnitude"), [("cumprod", 1e-3), ("linalg_solve_triangular", 1e4)])
@@ -67,13 +69,6 @@ def test_what_is_divided_or_solved_is_not_rounded(name: str, magnitude: float) -
     """The result is divided by the argument, or cut to a triangle: int4 was 0.3 off of one, float8 0.4 of the other."""
     (result,) = op_programs.check(name, "float32", "direct", magnitudes=(magnitude,), among=oracle.TWO_KINDS)
     assert [v.error for v in result.verdicts] == [0.0, 0.0], result
-
-
-def test_hooks_pack_what_smooth_operators_read() -> None:
-    """Otherwise the oracle would have nothing to compare."""
-    for name in ("mul", "nn_functional_gelu", "matmul"):
-        (result,) = op_programs.check(name, "float32", "activated", among=oracle.TWO_KINDS)
-        assert all(v.packed_count and v.error > 0 for v in result.verdicts), result
 
 
 def test_an_exception_says_why() -> None:

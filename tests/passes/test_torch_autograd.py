@@ -455,8 +455,15 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("policy", [aot_hooks.float8(), aot_hooks.lossless(), BITS], ids=str)
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    ("transform", "policy"),
+    [
+        pytest.param(transform, policy, marks=[] if policy is BITS or transform == "grad" else pytest.mark.slow)
+        for transform in TRANSFORMS
+        for policy in (aot_hooks.float8(), aot_hooks.lossless(), BITS)
+    ],
+    ids=str,
+)
 @pytest.mark.core
 def test_transforms_inside_a_function_with_a_policy(transform: str, policy: Hook) -> None:
     def f(x: Tensor, w: Tensor) -> Any:

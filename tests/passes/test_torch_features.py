@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     ),
     "dictionary": (lambda d: {"y": (d["x"] @ d["w"]).sin() @ d["w"]}, lambda: ({"x": x(), "w": w()},)),
 }
-ON_INDUCTOR = ("one tensor", "views of one storage", "masks", "indices", "not finite", "in place", "expanded")
+SHORT = ("one tensor", "views of one storage", "masks", "indices", "not finite", "in place", "expanded")
 
 
 def check(name: str, inner: str, dynamic: bool) -> None:
@@ -124,14 +124,19 @@ def check(name: str, inner: str, dynamic: bool) -> None:
     assert step(call, *args, hook=BITS)[1][0] is not None  # and once more, without compiling
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.core)], ids=["static", "dynamic"])
+@pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
-def test_exactly_packed(name: str, dynamic: bool) -> None:
-    check(name, "aten", dynamic)
+def test_exactly_packed_with_symbolic_sizes(name: str) -> None:
+    check(name, "aten", dynamic=True)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SHORT else pytest.mark.slow) for n in CASES])
+def test_exactly_packed_with_static_sizes(name: str) -> None:
+    check(name, "aten", dynamic=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ON_INDUCTOR)
+@pytest.mark.parametrize("name", SHORT)
 def test_exactly_packed_under_inductor(name: str) -> None:
     check(name, "inductor", dynamic=True)
 

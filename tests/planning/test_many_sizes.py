@@ -32,8 +32,9 @@ from aot_hooks.planning import many, sizes
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
 
-def test_more_sizes_than_steps_are_remembered(x, compiled_kinds):
+def test_more_sizes_than_steps_are_remembered(x, compiled_kinds, monkeypatch):
     """The graphs of each size wait for their second step, after those of all others have been planned."""
+    monkeypatch.setattr(many, "_MOST_TRACES", 3)
     model = model_of(*[Block] * 4)
     sizes = [len(x) - 8 * i for i in range(many._MOST_TRACES + 3)]
     batches = [x[:size].detach().requires_grad_() for size in sizes]
