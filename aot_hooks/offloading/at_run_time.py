@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from cudagraph import settling
+
 from ..errors import UnusedWarning
 from ..graphs.speeds import measured_rates
 from ..steps.follow import Follower, ItemAction, SavedItem
@@ -55,12 +57,9 @@ def _offload_together(
     kept = _in_own_memory([x.contiguous() for x in tensors])
     memory = (ctypes.c_int64 * 1)()
     ticket = torch.frombuffer(memory, dtype=torch.int64)
-    actions: list[ItemAction] = []
     captured = is_captured(device)
-    if captured:  # a replay belongs to no step
-        items = [SavedItem(False) for _ in kept]
-    else:
-        items, actions = follower_of(device).start([x.nbytes for x in kept], Terms(*terms))
+    start = follower_of(device).start_captured if captured else follower_of(device).start
+    items, actions = start([x.nbytes for x in kept], Terms(*terms))
     _items[ticket.data_ptr()] = items
     weakref.finalize(memory, _release, ticket.data_ptr(), device).atexit = False  # if something below raises, too
     _carry_out(actions, device)
@@ -112,9 +111,9 @@ def _reload_together(
             "context before the call"
         )
     captured = is_captured(device)
-    if not captured:
+    if not captured or all(item.call is None for item in items):
         _carry_out(follower_of(device).reload(items), device)
-    if captured and any(item.call is not None for item in items):  # the next step's tensors have other addresses
+    else:  # the next step's tensors have other addresses
         raise capture_error(device, "what a forward outside of it left here can't be read")
     keeps, current = keeps_graph(), torch.cuda.current_stream(device.index) if device.type == "cuda" else None
     found = [_back(item, device, keeps, current) for item in items]
@@ -195,6 +194,9 @@ def follower_of(device: torch.device) -> Follower:
 
 def all_followers() -> list[Follower]:
     return [*_followers.values()]
+
+
+settling.counts.append(lambda: sum(follower.unsettled_count for follower in all_followers()))
 
 
 def _mark(device: torch.device) -> Any:

@@ -30,7 +30,7 @@ from typing import Any
 
 from ..errors import UnusedWarning, warn_user
 from .plan import Do, Sends, StepPlan, Terms
-from .recorder import Call, Phase, Recorder, Step, Trace
+from .recorder import Call, Event, Phase, Recorder, Step, Trace
 
 log = logging.getLogger("aot_hooks")
 _MOST_TRACES = 32  # So many steps are known at once; the oldest is forgotten first, one without a plan before others.
@@ -70,6 +70,7 @@ class SavedItem:
         joined: the wait for its copy out has been reached, even if that copy has not started.
         value: the tensor, if it stays on the device.
         out, host, back: the copy out while it holds the tensor, the tensor on the host, the copy back if it has begun.
+        captured: the step that a CUDA graph captures, if it is in one.
     """
 
     sends: bool
@@ -81,6 +82,7 @@ class SavedItem:
     out: Any = None
     host: Any = None
     back: Any = None
+    captured: CapturedStep | None = None
 
 
 ItemAction = tuple[Do, SavedItem]
@@ -163,6 +165,48 @@ class _Run:
         return None if self.follows is None else self.follows.plan
 
 
+@dataclass(eq=False)
+class CapturedStep:
+    """A step while a CUDA graph captures it. Replays repeat what it decides, so the recorder knows nothing of it.
+
+    Attributes:
+        known: the step that has run before, whose plan it follows; None from the first event on that differs.
+        items: by number.
+        calls: the number of the call of each item.
+        begun, open: how many calls have saved tensors, and how many of them hold some.
+        at: the number of the next event.
+    """
+
+    known: _Known | None
+    items: list[SavedItem] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    begun: int = 0
+    open: int = 0
+    at: int = 0
+
+    def start(self, sends: Sends) -> tuple[list[SavedItem], list[ItemAction]]:
+        call, first = self.begun, len(self.items)
+        items = [SavedItem(False, number=first + i, captured=self) for i in range(len(sends.nbytes))]
+        self.items += items
+        self.calls += [call] * len(items)
+        self.begun, self.open = call + 1, self.open + 1
+        if self.known is not None and self.known.trace.calls[call : call + 1] != (sends,):
+            self.known = None
+        actions = self.before(Phase.FORWARD, call)
+        for item in items:
+            item.sends = self.known is not None and self.known.plan is not None and self.known.plan.sends[item.number]
+        return items, actions
+
+    def before(self, phase: Phase, call: int) -> list[ItemAction]:
+        """The actions before an event."""
+        at, self.at = self.at, self.at + 1
+        plan = None if self.known is None else self.known.plan
+        if self.known is None or plan is None or self.known.trace.events[at : at + 1] != (Event(phase, call),):
+            self.known = None
+            return [(Do.JOIN, item) for item in self.items]
+        return [(what, self.items[number]) for what, number in plan.actions.get(at, ())]
+
+
 class Follower:
     """The steps of one device, and the plans that they follow.
 
@@ -175,6 +219,7 @@ class Follower:
 
     Attributes:
         last: the plan of the last step that followed one to its end.
+        unsettled_count: how many steps have run whose plan was not made, or may be replaced.
     """
 
     def __init__(
@@ -186,6 +231,8 @@ class Follower:
     ) -> None:
         self.mark, self.times, self.plan, self.adapts = mark, times, plan, adapts
         self.last: StepPlan | None = None
+        self.unsettled_count = 0
+        self._captured = CapturedStep(None)
         effect = "the tensors that they saved stay where they are"
         self.recorder = Recorder("offload(across_graphs=True)", effect, UnusedWarning, self._ended, kind_of)
         self.known: list[_Known] = []  # the last to run is the last
@@ -220,8 +267,19 @@ class Follower:
                 run.unplanned += items
             return items, actions
 
+    def start_captured(self, nbytes: Sequence[int], terms: Terms) -> tuple[list[SavedItem], list[ItemAction]]:
+        """As `start`, in a capture. Without a plan nothing is sent."""
+        with self._lock:
+            sends = Sends(tuple(nbytes), terms)
+            if not self._captured.open:
+                planned = [known for known in self.known if known.plan is not None and known.trace.calls[0] == sends]
+                self._captured = CapturedStep(planned[-1] if planned else None)
+            return self._captured.start(sends)
+
     def reload(self, items: Sequence[SavedItem]) -> list[ItemAction]:
         """Note that the tensors of a call are needed again. Returns the actions before that."""
+        if items and (captured := items[0].captured) is not None:
+            return captured.before(Phase.BACKWARD, captured.calls[items[0].number])
         call = items[0].call if items else None
         if call is None:
             return []
@@ -247,6 +305,8 @@ class Follower:
 
     def drop(self, items: Sequence[SavedItem]) -> None:
         """The `items` of a call are not saved any more. Takes no lock, see `Recorder.drop`."""
+        if items and (captured := items[0].captured) is not None:
+            captured.open -= 1
         if items and items[0].call is not None:
             self.recorder.drop(items[0].call)
 
@@ -409,6 +469,7 @@ class Follower:
             is_new = all(known is not each for each in self.known)
             self._different_count = 0 if sends else self._different_count + is_new
             self._ended_count += 1
+            self.unsettled_count += known.progress is not Progress.SETTLED
             self._remember(known)
         if self._different_count == _MOST_DIFFERENT:  # said once
             self._different_count += 1

@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import counters
 from ..errors import NotCapturableError, OptionError
 from ..options import Options
+from ..settling import unsettled_count
 from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
 from ..torch_private.distributed import (
@@ -56,6 +57,7 @@ log = logging.getLogger("cudagraph")
 LIMITS = {"size_limit": 16, "rerecord_limit": 16}  # by default
 OPTIONS = ("or_error", *LIMITS, "warmup_steps")
 MOST_FAILED_CAPTURES = 3  # in a row, by errors that may not come again, such as out of memory
+MOST_UNSETTLED_CALLS = 64  # in a row; then it is recorded although what it calls may still change
 MOST_UNSTABLE_CALLS = 4  # in a row, each with other host values than the one before
 CAPTURABLE_WARNING = "This instance was constructed with capturable=True"
 
@@ -157,7 +159,7 @@ class WholeStep:
         self.objects: dict[str, Any] = {}  # modules, optimizers and the like that it was called with
         self.reads_gradients = False  # whether the step reads gradients from before it; the first capture finds out
         self.calls_compiled = False  # whether a function was called that Dynamo compiles
-        self.failed_captures = self.unstable_calls = 0
+        self.failed_captures = self.unstable_calls = self.unsettled_calls = 0
         self._pool: Any = None
         # Gradients of closed recordings, which somebody may still hold: pool, storage, address.
         self._left: list[tuple[Any, StorageWeakRef, int]] = []
@@ -355,9 +357,12 @@ class WholeStep:
         return WarmUp(1 if changed else count + 1)
 
     def _warm_up_for(self, way: WarmUp, key: tuple[Any, ...], flat: Sequence[Any], spec: Any) -> Any:
+        before = unsettled_count()
         result = self._warm_up(flat, spec)
+        self.unsettled_calls = 0 if unsettled_count() == before else self.unsettled_calls + 1
+        is_settled = self.unsettled_calls % (MOST_UNSETTLED_CALLS + 1) == 0
         try:
-            self.warm[key] = self._host(), way.done
+            self.warm[key] = self._host(), way.done if is_settled else 0
         except CannotCompare as error:  # the next call says so; this one has run
             self.reset()
             self.refused = str(error)

@@ -27,6 +27,7 @@ SYMBOLS: dict[str | Needed, str] = {
     "torch._inductor.config.custom_partitioner_fn torch._inductor.custom_graph_pass.CustomPartitionerFn",
     "finding calls of compiled functions in a whole step": "torch._dynamo.eval_frame "
     "torch._dynamo.eval_frame._callback_from_stance",
+    "telling whether a call compiled something": "torch._dynamo.utils.counters",
     "capturing the pieces that Inductor cuts": "torch._inductor.utils.align_inputs_from_check_idxs",
     Needed("cudagraph.Policy", ("2.13.0", "2.15.0")): "torch._inductor.cudagraph_utils.CUDAGraphPolicy "
     "torch._inductor.config.cudagraph_policy",
@@ -178,6 +179,11 @@ def noting_compiled_calls(note: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         end()
+
+
+def compiled_count() -> int:
+    """How many functions Dynamo has compiled, or tried to. `torch._dynamo.reset()` may set it to 0."""
+    return int(need("torch._dynamo.utils.counters")["frames"]["total"])
 
 
 def exchange_callbacks(exchanged: Callable[[Any], Any], need: Callable[[str], Any] = need) -> Callable[[], None]:

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from whole_steps import OPTIMIZERS, Net, adamw, assert_equal, batches, eager_step, pair, run, sgd, steps
 
 import cudagraph
+from cudagraph import settling
+from cudagraph.step import whole
 
 
 class TestWhatTheHostChanges:
@@ -235,3 +237,33 @@ def test_a_number_that_is_another_one_in_each_call_is_named(device: torch.device
     for n in range(1, 6):
         step(torch.randn(n, 4, device=device))
     assert step.refused == ""
+
+
+class TestWhatMayStillChange:
+    """A recording would repeat for ever what was compiled, or planned, in the first calls."""
+
+    def recorded(self, device, monkeypatch, count, calls):
+        """How often a step was recorded before each call, if something changes in the first `count` uncaptured ones."""
+        uncaptured, before = [], []
+        monkeypatch.setattr(settling, "counts", [lambda: min(len(uncaptured), count)])
+        step, expected, models, _ = steps(device, sgd)
+        warm_up = step._warm_up
+
+        def noted(*args):
+            uncaptured.append(args)
+            return warm_up(*args)
+
+        def counted(x, y):
+            before.append(cudagraph.stats()["recordings"])
+            return step(x, y)
+
+        monkeypatch.setattr(step, "_warm_up", noted)
+        run(counted, expected, models, batches(device, calls))
+        return before
+
+    def test_a_step_is_recorded_after_a_call_in_which_nothing_changed(self, device, monkeypatch):
+        assert self.recorded(device, monkeypatch, 4, 8) == [0, 0, 0, 0, 0, 0, 1, 1]
+
+    def test_a_step_that_never_settles_is_recorded_all_the_same(self, device, monkeypatch):
+        monkeypatch.setattr(whole, "MOST_UNSETTLED_CALLS", 3)
+        assert self.recorded(device, monkeypatch, 99, 7) == [0, 0, 0, 0, 0, 1, 1]

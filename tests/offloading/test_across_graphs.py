@@ -390,10 +390,25 @@ def test_a_capture_of_the_backward_alone_reads_nothing_that_stays(monkeypatch: p
         loss.backward()
 
 
-def test_in_a_capture_of_both_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_of_both_follows_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, hooked, x = by_blocks(None), by_blocks(HOOK), torch.randn(64, 16)
     for _ in range(4):
         step(hooked, x)
+    before = aot_hooks.offload_stats()["sent_count"]
+    step(hooked, x)
+    planned = aot_hooks.offload_stats()["sent_count"] - before
+    monkeypatch.setattr(transfers, "capturing", lambda device: True)
+    assert_equal(step(hooked, x), step(plain, x))
+    assert aot_hooks.offload_stats()["sent_count"] - before == 2 * planned > 0
+    before = aot_hooks.offload_stats()["sent_count"]
+    assert_equal(step(hooked[:3], x), step(plain[:3], x))
+    at_most = aot_hooks.offload_stats()["sent_count"] - before
+    assert at_most < planned, "what has begun as the planned step, and was another one"
+
+
+def test_a_capture_without_a_plan_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, hooked, x = by_blocks(None), by_blocks(HOOK), torch.randn(64, 16)
+    step(hooked, x)
     before = aot_hooks.offload_stats()["sent_count"]
     monkeypatch.setattr(transfers, "capturing", lambda device: True)
     assert_equal(step(hooked, x), step(plain, x))
