@@ -20,7 +20,7 @@ from .explain import ExplainedPart, Explanation, explain
 from .graph.blockers import Blocker, register_host_operator
 from .options import Options
 from .placeholder import PlaceholderInfo, placeholder_info
-from .step.whole import whole_step
+from .step.decorator import whole_step
 from .tree.capture import Capture, capturing
 from .tree.dispatch import mark_step_begin
 

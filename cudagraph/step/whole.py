@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import threading
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -46,11 +45,11 @@ from ..tree.tree import Failure
 from .gradients import LastGradients, ReadsGradients
 from .host import CannotCompare, HostState
 from .inputs import arguments_of, changing_number, flat_arguments, key_of, objects_in, reason_against
-from .model_step import ModelStep
 from .outputs import ChangesValue
 from .ranks import MOST_RECORDINGS, Ranks
 from .recording import StepRecording, Unforeseen, make_capturable, parallel, parameters_of, record
 from .watch import users_line
+from .ways import AsItIs, FailedCapture, Record, Refuse, Replay, WarmUp, Way
 
 log = logging.getLogger("cudagraph")
 
@@ -62,55 +61,6 @@ MOST_UNSTABLE_CALLS = 4  # in a row, each with other host values than the one be
 CAPTURABLE_WARNING = "This instance was constructed with capturable=True"
 
 
-class Replay(NamedTuple):
-    """A way to run a call: replay this recording."""
-
-    recording: StepRecording
-
-
-class Record(NamedTuple):
-    """Record the step, with the host values of this snapshot."""
-
-    host: HostState
-
-
-class WarmUp(NamedTuple):
-    """Run it uncaptured, so that it can be recorded later: `done` such calls have warmed up then."""
-
-    done: int
-
-
-class AsItIs(NamedTuple):
-    """Run it uncaptured, for a reason that is logged, or without one."""
-
-    reason: str = ""
-
-
-class Refuse(NamedTuple):
-    """Run it uncaptured, now and ever after."""
-
-    reason: str
-    on_all_ranks: bool = False
-
-
-class FailedCapture(NamedTuple):
-    """A capture that left no trace.
-
-    Attributes:
-        again: whether another one is to follow at once, which allows for what this one has found.
-        may_succeed: whether another one may succeed after a warm-up.
-        changed_by_step: the path of a host value that the step itself changes, if that is why.
-        read_numbers: whether it had numbers that are read on the device.
-    """
-
-    reason: str
-    again: bool = False
-    may_succeed: bool = False
-    changed_by_step: tuple[str, ...] = ()
-    read_numbers: bool = False
-
-
-Way = Replay | Record | WarmUp | AsItIs | Refuse
 every_step: weakref.WeakSet[WholeStep] = weakref.WeakSet()
 on_streams_of_captures: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas, by the stream of their reducers
 
@@ -671,85 +621,4 @@ def step_of(function: Callable[..., Any], state: Any, options: Mapping[str, Any]
     name = getattr(function, "__name__", "step")
     step = WholeStep(function, None, {"step" if name == "state" else name: function}, {}, state, options)
     functools.update_wrapper(step, function)
-    return step
-
-
-def whole_step(
-    model: Any = None,
-    loss_fn: Callable[..., Any] | None = None,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
-    *,
-    scaler: torch.amp.GradScaler | None = None,
-    clip_grad_norm: float | None = None,
-    accumulate: int = 1,
-    state: Any = None,
-    options: Mapping[str, Any] | None = None,
-) -> Any:
-    """A training step that runs as one CUDA graph: forward, backward, clipping, optimizer, scaler, `zero_grad`.
-
-        step = cudagraph.whole_step(model, loss_fn, optimizer)
-        for batch in loader:
-            loss = step(*batch)        # loss_fn(model(batch[0]), *batch[1:])
-
-    or for a step of your own, which closes over its model and optimizer:
-
-        @cudagraph.whole_step
-        def step(x, y): ...
-
-    Every call is a real step: after n calls all is as after n steps without graphs. The first calls with inputs of
-    some shape warm up.
-
-    Args:
-        model: takes the first input; with `loss_fn=None` it takes all inputs and returns the loss. Without `optimizer`
-            it is the function to run.
-        loss_fn: takes the model's output and the other inputs, and returns a tensor of one element.
-        optimizer: one, or several. Those with an option `capturable` get it set.
-        scaler: scales the loss. An optimizer that is not fused leaves the update outside of the graph then.
-        clip_grad_norm: the largest norm of all gradients together; see `torch.nn.utils.clip_grad_norm_`.
-        accumulate: into how many microbatches the inputs are cut along dimension 0. The loss is the mean of theirs,
-            weighted by their sizes.
-        state: what else the step reads and the host may change: an object, or a list or dict of objects. Their
-            attributes and entries are compared at any depth.
-        options: `or_error`, `size_limit`, `rerecord_limit`, `warmup_steps`; see `Options`.
-
-    A step depends on its arguments, on what is given here, and on the variables of its functions: what they close over,
-    the globals that they name, their defaults. Attributes of modules, optimizers, schedulers, scalers and samplers
-    among these are compared, those of other objects two objects deep; docs/footguns.md lists what is not. A number that
-    changes is read from the device, if it only enters arithmetic.
-
-    The step takes tensors on any device, and moves them to the model's; numbers; strings; modules, optimizers and the
-    like. It returns the loss (or what
-    the function returned) without history, in memory of its own. Tensors that it stores on modules and objects are
-    copies, too. Gradients are None between steps.
-
-    Raises:
-        OptionError: an unknown option, or arguments that don't go together.
-        NotCapturableError: in calls, with `options["or_error"]`, where a step would run without a graph of all of it.
-    """
-    if isinstance(loss_fn, torch.optim.Optimizer):
-        raise OptionError("the optimizer is the third argument: whole_step(model, loss_fn, optimizer), loss_fn or None")
-    if optimizer is None:
-        if loss_fn is not None or scaler is not None or clip_grad_norm is not None or accumulate != 1:
-            raise OptionError("loss_fn, scaler, clip_grad_norm and accumulate need an optimizer; give whole_step one")
-        if model is None:
-            return lambda fn: whole_step(fn, state=state, options=options)
-        return step_of(model, state, options)
-    if model is None or not callable(model):
-        raise OptionError(f"model must be a module or function, got {model!r}")
-    if type(accumulate) is not int or accumulate < 1:
-        raise OptionError(f"accumulate must be an integer of at least 1, got {accumulate!r}")
-    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-    if not optimizers or any(not isinstance(each, torch.optim.Optimizer) for each in optimizers):
-        raise OptionError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizer!r}")
-    for each in optimizers:
-        if (closure := inspect.signature(each.step).parameters.get("closure")) and closure.default is closure.empty:
-            raise OptionError(f"{type(each).__name__} calls a closure several times; write a step of your own for it")
-    is_number = isinstance(clip_grad_norm, (int, float)) and not isinstance(clip_grad_norm, bool)
-    if clip_grad_norm is not None and not (is_number and clip_grad_norm > 0):
-        raise OptionError(f"clip_grad_norm must be a positive number or None, got {clip_grad_norm!r}")
-    halves = ModelStep(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate)
-    roots = {"model": model, "loss_fn": loss_fn, "scaler": scaler}
-    update_roots = {"optimizer" if len(optimizers) == 1 else f"optimizer {i}": o for i, o in enumerate(optimizers)}
-    step = WholeStep(halves.forward_backward, halves.update, roots, update_roots, state, options)
-    step.name = getattr(model, "__name__", type(model).__name__)
     return step
