@@ -69,7 +69,7 @@ ROWS = (
     *(f"{parallel}.{way}" for parallel in PARALLELS for way in WAYS[3:]),
 )
 CLIP = 1.0
-WARM_UP = 14  # steps; torch times the first ten iterations of a replicated model, and one records
+WARM_UP = 16  # steps; torch times the first ten iterations of a replicated model, some compile, and one records
 LOOPS = 5
 SHORT, EPOCH = 1, 16  # sequences of a smaller batch, and the steps between two of them
 MOST_CHARACTERS, MOST_LINES = 600, 12  # of an error
