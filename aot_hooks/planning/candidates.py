@@ -47,7 +47,7 @@ from .in_step import bytes_of
 from .kernels import split_and_hold
 from .options import Graphs, Joint, error_of, layers_of, storages_in_scope
 from .recomputation import of_blocks
-from .step import COMPUTED, KEPT, Option, Step
+from .step import COMPUTED, KEPT, RECOMPUTE, Option, Step
 
 NOTHING, POINTWISE, BLOCKS = "", "recompute_pointwise", "blocks computed again"  # what is computed again
 
@@ -123,14 +123,16 @@ def ways(allow: Sequence[Any], max_error: float) -> list[Way]:
     return found
 
 
-def error_within(plan: Plan, way: Way, saved_bytes: int) -> float:
+def error_within(plan: Plan, way: Way, stock: Graphs) -> float:
     """The relative error of the gradient, estimated from bytes: of what the backward reads, a part is rounded, and a
-    part is computed from it again, which may be twice as wrong. `saved_bytes`: what crosses without a budget."""
-    rounded = sum(d.saved_bytes for d in plan.decisions if d.hook is not KEEP and d.hook.lossy)
-    saved = sum(d.saved_bytes for d in plan.decisions)
+    part is computed from it again, which may be twice as wrong. `stock`: the graphs without anything computed again."""
+    rows = {d.saved.storage: d for d in plan.decisions if d.hook.name != RECOMPUTE}
+    crossing = {v.row.storage: v.row for v in stock.boundary.tensors if not v.row.is_input}
+    rounded = sum(d.saved.nbytes for d in rows.values() if d.hook is not KEEP and d.hook.lossy)
     if not rounded:
         return 0.0
-    all_bytes = max(saved, saved_bytes)
+    saved = sum(d.saved.nbytes for d in rows.values() if not d.saved.is_input or d.hook is not KEEP)
+    all_bytes = max(saved, sum(row.nbytes for row in crossing.values()))
     again = rounded / saved * (all_bytes - saved)
     return error_of(way.form) * math.sqrt((rounded + COMPUTED * again) / all_bytes)
 
@@ -287,8 +289,7 @@ class Simulation:
             return for_budget(way.rule(**limits, max_stall_ms=max_stall_ms, across_graphs=True))
 
         found, plan, live = self._rewritten(graphs, way, rule(0.0))
-        saved_bytes = sum(v.row.nbytes for v in self.stock.boundary.tensors)
-        if way.again == BLOCKS and error_within(plan, way, saved_bytes) > ERROR * self.max_error:
+        if way.again == BLOCKS and error_within(plan, way, self.stock) > ERROR * self.max_error:
             return None
         call = _call(found, plan, live)
         inputs_bytes = sum(self._sent_inputs(graphs, way).values())

@@ -206,10 +206,9 @@ class Trials:
             if computing is None or self._multiply_early(computing).ms() >= most_ms:
                 return
             graphs, own = computing, self._step_of(computing)
-        saved_bytes = sum(v.row.nbytes for v in self.stock.boundary.tensors)
         for way in promising(own, found, peak, most_ms):
             one = self._hooked(graphs, way.rule(), nothing(self.step), own, nothing(own))
-            if again == BLOCKS and error_within(one.plan, way, saved_bytes) > self.limits.error:
+            if again == BLOCKS and error_within(one.plan, way, self.stock) > self.limits.error:
                 continue
             rows = one.plan.decisions
             rows = tuple(d if d.hook is KEEP else replace(d, reason=f"budget: {way}; {d.reason}") for d in rows)

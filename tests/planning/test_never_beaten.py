@@ -16,15 +16,23 @@ from typing import Any
 
 import pytest
 import torch
-from planned_programs import budget_at, by_hand, made, planned, ways
+from planned_programs import Part, budget_at, by_hand, made, planned, ways
+from torch import nn
 
 import aot_hooks
-from aot_hooks.planning import candidates
+from aot_hooks.planning import candidates, trials
 from aot_hooks.planning.budget import ALLOWED
 from aot_hooks.planning.step import Option, Step, Value
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 SLOWER = 1.005  # times the time of the way
+
+
+def nothing_found(step, limits, partitioned, tried):
+    """A search that finds the choice to keep everything, whatever is asked for."""
+    graphs, own = partitioned(trials.nothing(step))
+    kept = tried(graphs, trials.nothing(step), own, trials.nothing(own))
+    return (kept if kept.fits(limits) else None), kept
 
 
 @pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 3, 4, 5))])
@@ -58,25 +66,43 @@ def test_more_programs_on_both_devices(device, first, last):
 
 
 def test_where_the_search_finds_nothing_a_way_that_is_typed_is_taken(monkeypatch):
-    """Here it finds the choice to keep everything, whatever is asked for."""
-    from aot_hooks.planning import trials
-
     program = made(2)
     hand = by_hand(program, "int8")
     assert hand.peak_bytes < 0.95 * max(point.live_bytes for point in hand.live_before)
 
-    def poor(step, limits, partitioned, tried):
-        graphs, own = partitioned(trials.nothing(step))
-        kept = tried(graphs, trials.nothing(step), own, trials.nothing(own))
-        return (kept if kept.fits(limits) else None), kept
-
-    monkeypatch.setattr(trials, "search", poor)
+    monkeypatch.setattr(trials, "search", nothing_found)
     found = planned(program, budget_at(hand))
     assert found.peak_bytes <= hand.peak_bytes + 1 and found.after_ms <= SLOWER * hand.after_ms
     named = {f"budget: {way}" for way in candidates.ways(ALLOWED, 0.05) if way.name}
     assert named & {d.reason.split(";")[0] for d in found.decisions}
     with pytest.raises(Exception, match="expected a step under"):
         planned(program, budget_at(hand, allow=("lossless",)))
+
+
+@pytest.mark.parametrize("form", [None, aot_hooks.int8()])
+def test_blocks_computed_again_save_their_inputs_and_statistics(monkeypatch, form):
+    monkeypatch.setattr(trials, "search", nothing_found)
+    monkeypatch.setattr(trials, "ways", lambda *_: [candidates.Way(candidates.BLOCKS, form)])
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Part("gated", 64, 256) for _ in range(3))), torch.randn(1024, 64, requires_grad=True)
+    stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP, inner="aten")
+
+    def gradients(run: Any) -> torch.Tensor:
+        grads = torch.autograd.grad(run(x).square().mean(), [x, *model.parameters()])
+        return torch.cat([grad.flatten() for grad in grads])
+
+    policy = aot_hooks.budget(f"{int(0.8 * stock.peak_bytes)}B", max_error=0.05)
+    compiled = torch.compile(model, backend="aot_hooks", options={"inner": "aten", "policy": policy})
+    expected, found = gradients(model), gradients(compiled)
+    (plan,) = aot_hooks.last_plans(compiled)
+    rows = [d for d in plan.decisions if d.hook.name != "recompute" and not d.saved.is_input]
+    packed = {d.saved.shape for d in rows if d.hook is not aot_hooks.KEEP}
+    if form is None:
+        assert torch.equal(found, expected) and not packed
+    else:
+        assert 0 < (found - expected).norm() <= 0.05 * expected.norm() and packed == {(1024, 64)}
+    assert {d.saved.shape for d in rows} == {(1024, 64), (1024, 1)}  # of norms one number a row
+    assert plan.peak_bytes <= 0.8 * stock.peak_bytes
 
 
 def test_ways_have_the_means_that_are_allowed():
