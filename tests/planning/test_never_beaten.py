@@ -6,6 +6,7 @@ Random programs of support/planned_programs.py. `python tests/support/planned_pr
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -42,6 +43,24 @@ def test_a_budget_is_not_beaten_by_a_way_that_is_typed(seed):
     hand = by_hand(program, way, inner="aten")
     found = planned(program, budget_at(hand, max_error=0.2), inner="aten")
     assert found.peak_bytes <= hand.peak_bytes + 1 and found.after_ms <= SLOWER * hand.after_ms, way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 2, 4])
+def test_a_larger_budget_is_not_slower(seed):
+    program = made(seed, small=True)
+    stock = planned(program, aot_hooks.KEEP, inner="aten")
+    slowest = math.inf
+    for share in (0.8, 0.87, 0.94, 1.0):
+        peak = int(share * stock.peak_bytes)
+        try:
+            found = planned(program, aot_hooks.budget(f"{peak}B"), inner="aten")
+        except torch._dynamo.exc.BackendCompilerFailed:
+            assert slowest == math.inf  # once one fits, all larger ones do
+            continue
+        assert found.peak_bytes <= peak and found.after_ms <= SLOWER * slowest, share
+        slowest = min(slowest, found.after_ms)
+    assert slowest <= SLOWER * stock.after_ms
 
 
 @pytest.mark.slow
