@@ -28,12 +28,14 @@ from ..torch_private.distributed import (
     replicas_in,
     uncounted_backend,
     unreduced_gradients,
+    unsharded_parameters,
 )
 from ..tree.capture import CannotCapture, Capture, Owner, under_way
 from ..tree.dispatch import as_they_are
 from ..tree.node import Cursor
 from ..tree.record import Snapshot
 from ..tree.tree import one_capture
+from .accumulators import is_held, renew_for_capture, why_held
 from .gradients import Gradients, LastGradients
 from .host import ALL, HostState
 from .inputs import Inputs, arguments_of
@@ -188,6 +190,9 @@ def parallel(host: HostState) -> str | None:
     for replica in replicas_in(host.objects()):
         if reason := reason_against_replica(replica):
             return f"its DistributedDataParallel can't be captured: {reason}"
+        for name, x in replica.named_parameters():
+            if is_held(x):
+                return why_held(name)
     if (backend := uncounted_backend()) is not None:
         return f"the backend {backend!r} of a group of processes does not count collectives: does the step have any?"
     return None
@@ -214,6 +219,12 @@ def parameters_of(host: HostState) -> list[torch.Tensor]:
     """The tensors that may have a gradient."""
     every = (*host.tensors.values(), *host.spread.values())
     return [x for x in every if x.is_leaf and (x.requires_grad or _may_have_gradient(x))]
+
+
+def leaves_of(host: HostState) -> dict[str, torch.Tensor]:
+    """The leaves to which a backward of the step may add gradients, by their paths."""
+    every = {**host.tensors, **host.spread, **unsharded_parameters(host.objects())}
+    return {path: x for path, x in every.items() if x.is_leaf and x.requires_grad}
 
 
 def _may_have_gradient(x: torch.Tensor) -> bool:
@@ -290,6 +301,7 @@ def record(
 
         outputs.cover()
         forget_events(host.objects())  # the pool waits for the device before a capture
+        renew_for_capture(leaves_of(host), host.objects())
         with one_capture(), under_way(Capture(owner, ())):
             graph, (results, result_spec) = pool.capture(captured, snapshot.generators)
         forget_events(host.objects())

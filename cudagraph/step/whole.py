@@ -34,6 +34,7 @@ from ..torch_private.distributed import (
     forget_backward,
     is_timed,
     make_reducer_anew,
+    reduced_parameters,
     replicas_in,
     sequence_numbers,
     time_again,
@@ -42,6 +43,7 @@ from ..tree.dispatch import as_they_are, run_as_they_are
 from ..tree.driver import CaptureDriver, cuda_driver
 from ..tree.node import Cursor
 from ..tree.tree import Failure
+from .accumulators import renew
 from .gradients import LastGradients, ReadsGradients
 from .host import CannotCompare, HostState
 from .inputs import arguments_of, changing_number, flat_arguments, key_of, objects_in, reason_against
@@ -481,6 +483,8 @@ class WholeStep:
             if step is self or any(model in host.objects() for host in step._hosts() for model in replicas):
                 step._drop_recordings()
         for model in replicas:
+            for x in reduced_parameters(model):
+                renew(x)  # whatever holds the old reducer, such as a snapshot of host values
             with self._opened_pool().on_side_stream():
                 make_reducer_anew(model)
             on_streams_of_captures.add(model)
@@ -594,7 +598,10 @@ class WholeStep:
 
     def _opened_pool(self) -> Any:
         assert self.cursor is not None
-        if self._pool is None or self._pool.broken:
+        if self._pool is not None and self._pool.broken:
+            self._pool.release()  # now: its graph must not be destroyed in a later capture
+            self._pool = None
+        if self._pool is None:
             self._pool = self.driver.open_pool(self.cursor.device)
         return self._pool
 

@@ -168,6 +168,13 @@ def forget_events(objects: Collection[Any]) -> None:
             group._reshard_after_forward_event = None
 
 
+def unsharded_parameters(objects: Collection[Any]) -> dict[str, torch.Tensor]:
+    """The parameters that FSDP2 has a forward use, by names of theirs. They are leaves: it takes their gradients."""
+    params = [x for state in _sharded_states(objects) for group in _groups_of(state) for x in group.fsdp_params]
+    every = [x._unsharded_param for x in params if hasattr(x, "_unsharded_param")]
+    return {f"unsharded parameter {i}": x for i, x in enumerate(every)}
+
+
 def forget_failed_step(objects: Collection[Any], unreduced: Sequence[tuple[Any, str, Any]]) -> None:
     """Have modules of FSDP2 as they are between steps, after a capture that failed in the middle of one.
 
@@ -206,6 +213,12 @@ def forget_failed_step(objects: Collection[Any], unreduced: Sequence[tuple[Any, 
 def replicas_in(objects: Collection[Any]) -> list[torch.nn.parallel.DistributedDataParallel]:
     """The models among `objects` that are a `DistributedDataParallel`."""
     return [x for x in objects if isinstance(x, torch.nn.parallel.DistributedDataParallel)]
+
+
+def reduced_parameters(ddp: Any) -> list[torch.Tensor]:
+    """The parameters of `ddp` whose gradients it exchanges: its reducer has hooks on their accumulators."""
+    parameters: list[torch.Tensor] = ddp._build_params_for_reducer()[0]
+    return parameters
 
 
 def is_timed(ddp: Any) -> bool:

@@ -16,6 +16,7 @@ backward. Outputs that are still held then are copied out, or reading them becom
 from __future__ import annotations
 
 import contextlib
+import gc
 import functools
 import threading
 import weakref
@@ -451,15 +452,22 @@ def _close_branches(node: Node, gone: set[Function], path: Collection[Node]) -> 
 
 @contextlib.contextmanager
 def one_capture() -> Iterator[None]:
-    """A context for one capture: no other one runs meanwhile, and trees are closed when it is over."""
+    """A context for one capture: no other one runs meanwhile, and trees are closed when it is over.
+
+    Garbage is collected later: up to torch 2.11, a capture breaks if a CUDA graph is destroyed in its thread meanwhile.
+    """
     global captures_under_way
     try:
         with one_at_a_time:
             captures_under_way += 1
+            collects = gc.isenabled()
+            gc.disable()
             try:
                 yield
             finally:
                 captures_under_way -= 1
+                if collects:
+                    gc.enable()
     finally:
         close_pending()
 

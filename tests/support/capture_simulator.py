@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ CPU = torch.device("cpu")
 ALIGNMENT = 64
 GARBAGE = 0xFF
 graveyard: list[torch.Tensor] = []  # buffers that something may still point into
+capturing_arenas: list[tuple[Arena, int]] = []  # captures that are under way, with their threads
 all_garbage = torch.full((1 << 20,), GARBAGE, dtype=torch.uint8)  # what poisoned storages point to
 
 UNCAPTURABLE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
@@ -53,9 +55,14 @@ class OutOfArena(RuntimeError):
 
 
 class Graph:
-    def __init__(self, tape: list[Callable[[], None]]) -> None:
+    """On CUDA, up to torch 2.11, the thread that destroys a graph breaks its capture that is under way."""
+
+    def __init__(self, tape: list[Callable[[], None]] | None) -> None:
         self.tape = tape
         self.replays = 0
+
+    def __del__(self) -> None:
+        self.reset()
 
     def replay(self) -> None:
         assert self.tape is not None, "a graph that was reset is replayed"
@@ -65,6 +72,9 @@ class Graph:
                 step()
 
     def reset(self) -> None:
+        if self.tape is not None:
+            for arena, thread in capturing_arenas:
+                arena.broken = arena.broken or thread == threading.get_ident()
         self.tape = None
 
 
@@ -88,6 +98,7 @@ class Arena:
         self.released = False
         self.broken = False
         self.owner: Owner | None = Owner()
+        self.keep_alive: Graph | None = Graph([])  # as on CUDA
 
     # --- memory
 
@@ -147,9 +158,12 @@ class Arena:
         assert not self.broken, "a pool is used after a capture in it could not be ended"
         self.tape = tape = []
         self.launches = 0
+        capturing_arenas.append((self, threading.get_ident()))
         try:
             with _Capturing(self):
                 result = run()
+            if self.broken:
+                raise CaptureError("operation failed due to a previous error during capture: a graph was destroyed")
             if not self.launches:
                 raise CannotCapture(LAUNCHES_NOTHING)
             self.poll()
@@ -158,6 +172,7 @@ class Arena:
             raise
         finally:
             self.tape = None
+            capturing_arenas.pop()
         return Graph(tape), result
 
     def checkpoint(self) -> dict[int, int]:
@@ -186,7 +201,7 @@ class Arena:
 
     def release(self) -> None:
         self.released = True
-        self.owner = None
+        self.owner = self.keep_alive = None
         self.poll()
         kept = {address: self.buffer_at(address, size).clone() for address, size in self.blocks.items()}
         self.buffer.fill_(GARBAGE)

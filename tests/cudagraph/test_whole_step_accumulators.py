@@ -1,0 +1,174 @@
+"""Nodes of autograd that a program holds from before a capture, and CUDA graphs that are freed during one."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from ranks import group_of_one
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+from whole_steps import Net, batches, sgd
+
+import cudagraph
+from cudagraph.step.accumulators import is_alive, is_held, renew
+
+
+def kept_loss_and_step(device, model=None):
+    """A model, the loss of an eager forward whose graph stays alive, and a whole step."""
+    torch.manual_seed(1)
+    net = Net().to(device)
+    model = net if model is None else model(net)
+    kept = [F.mse_loss(model(x), y) for x, y in batches(device, 1)]
+
+    def run(x, y):
+        model.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss, [p.grad.clone() for p in net.parameters()]
+
+    return net, kept, run
+
+
+def test_the_loss_of_an_eager_step_stays_alive(device):
+    """The capture has new accumulators. The backward of the old loss still adds to the same gradients."""
+    net, kept, run = kept_loss_and_step(device)
+    net.eval()  # statistics would change between the two runs
+    expected = torch.autograd.grad(kept[0], [*net.parameters()], retain_graph=True)
+    seen: dict[str, int] = {"hook": 0, "after": 0}
+    net.first.weight.register_hook(lambda g: seen.update(hook=seen["hook"] + 1))
+    net.last.bias.register_post_accumulate_grad_hook(lambda p: seen.update(after=seen["after"] + 1))
+    step = cudagraph.whole_step(run)
+    for x, y in batches(device, 4):
+        (loss, grads), (eager_loss, eager_grads) = step(x, y), run(x, y)
+        assert torch.equal(loss, eager_loss) and all(map(torch.equal, grads, eager_grads))
+        kept.append(eager_loss)
+    assert step.refused == "" and cudagraph.stats()["replays"] == 3
+    before, versions = dict(seen), [p._version for p in net.parameters()]
+    net.zero_grad()
+    kept[0].backward()
+    assert all(map(torch.equal, [p.grad for p in net.parameters()], expected))
+    assert seen == {"hook": before["hook"] + 1, "after": before["after"] + 1}
+    assert versions == [p._version for p in net.parameters()]
+
+
+@pytest.mark.parametrize("how", ["a hook", "a hook before", "a reference"])
+def test_a_node_that_the_program_uses_itself_is_not_replaced(device, how):
+    net, kept, run = kept_loss_and_step(device)
+    node, calls = get_gradient_edge(net.first.weight).node, []
+    if how != "a reference":
+        (node.register_hook if how == "a hook" else node.register_prehook)(lambda *_: calls.append(1))
+        del node
+    step = cudagraph.whole_step(run)
+    for x, y in batches(device, 3):
+        step(x, y)
+    assert "accumulates the gradient of" in step.refused and "['first']._parameters['weight']" in step.refused
+    assert len(calls) == (0 if how == "a reference" else 3)
+    assert len(kept) == 1  # alive until here
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("kind", ["parameter", "view", "transposed", "empty"])
+def test_a_leaf_forgets_its_accumulator_and_nothing_else(dtype, kind):
+    base = torch.ones(4, 3, dtype=dtype)
+    leaf = {"parameter": base, "view": base[1:3], "transposed": base.t(), "empty": base[:0]}[kind]
+    x = nn.Parameter(leaf) if kind == "parameter" else leaf.requires_grad_()
+    x.grad = gradient = torch.ones_like(x)
+    x.detach().mul_(2)
+    graph, state = x * 3, (x._version, x.untyped_storage()._cdata, x.stride(), x.storage_offset(), x.dtype)
+    assert is_alive(x) and not is_held(x)
+    renew(x)
+    assert not is_alive(x) and x.grad is gradient and x.is_leaf and x.requires_grad
+    assert state == (x._version, x.untyped_storage()._cdata, x.stride(), x.storage_offset(), x.dtype)
+    graph.backward(torch.ones_like(x))
+    (x * 2).backward(torch.ones_like(x))
+    assert torch.equal(x.grad, torch.full_like(x, 6)) and (x == 2).all()
+
+
+@pytest.fixture
+def process_group(device):
+    with group_of_one(device.type) as group:
+        yield group
+
+
+def test_a_replicated_model_whose_reducer_something_holds(device, process_group):
+    """An eager loss has the reducer's nodes, and a snapshot of host values may have the reducer."""
+    held = []
+
+    def replicated(net):
+        ddp = nn.parallel.DistributedDataParallel(net)
+        held.append(ddp.reducer)
+        return ddp
+
+    net, kept, run = kept_loss_and_step(device, replicated)
+    step = cudagraph.whole_step(run)
+    for x, y in batches(device, 13):
+        (loss, grads), (eager_loss, eager_grads) = step(x, y), run(x, y)
+        torch.testing.assert_close(loss, eager_loss)
+        torch.testing.assert_close(grads, eager_grads)
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 1 and kept and held
+
+
+def test_a_replicated_model_that_the_step_does_not_reach(device, process_group):
+    """Its reducer has hooks on the nodes of the parameters, which only C++ sees: they are not lost."""
+    net, kept, run = kept_loss_and_step(device)
+    replicated = nn.parallel.DistributedDataParallel(net)
+    step = cudagraph.whole_step(run)
+    for x, y in batches(device, 3):
+        step(x, y)
+    assert "a DistributedDataParallel that the step does not reach" in step.refused and kept
+    assert replicated.module is net
+
+
+@contextlib.contextmanager
+def collecting_all_the_time():
+    old = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*old)
+
+
+class Trainer:
+    def __init__(self, device):
+        self.net = Net().to(device)
+        self.optimizer = sgd(self.net)
+        self.step = cudagraph.whole_step(self.train)  # a cycle
+
+    def train(self, x, y):
+        loss = F.mse_loss(self.net(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def test_a_step_that_became_garbage_is_not_freed_in_the_capture_of_another(device):
+    """A CUDA graph that is destroyed meanwhile breaks a capture."""
+    other = Trainer(device)
+    gc.disable()
+    try:
+        garbage = Trainer(device)
+        for x, y in batches(device, 3):
+            garbage.step(x, y)
+        assert garbage.step.recordings
+        other.net.first.register_forward_pre_hook(lambda *_: [[[]] for _ in range(1000)] and None)
+        x, y = next(batches(device, 1))
+        other.step(x, y)
+        del garbage
+        capture = other.step._capture
+
+        def collecting(*args):
+            with collecting_all_the_time():
+                gc.enable()
+                return capture(*args)
+
+        other.step._capture = collecting
+        other.step(x, y)
+    finally:
+        gc.enable()
+    assert other.step.refused == "" and cudagraph.stats()["replays"] >= 1
