@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_map_only
 
+from cudagraph.step.accumulators import is_alive, node_of
 from cudagraph.torch_private import cuda as torch_cuda
 from cudagraph.torch_private import symbols
 from cudagraph.tree.capture import CannotCapture, Owner, capturing
@@ -37,6 +38,8 @@ GARBAGE = 0xFF
 graveyard: list[torch.Tensor] = []  # buffers that something may still point into
 capturing_arenas: list[tuple[Arena, int]] = []  # captures that are under way, with their threads
 all_garbage = torch.full((1 << 20,), GARBAGE, dtype=torch.uint8)  # what poisoned storages point to
+
+OUTSIDE, ON_SIDE_STREAM = "made outside of the capture", "made on the stream of captures"  # of accumulators
 
 UNCAPTURABLE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 host_operators: dict[Any, Callable[..., Any]] = {}  # run on the host during the capture; what they call is recorded
@@ -156,6 +159,7 @@ class Arena:
         self.poll()
         assert self.driver is None or not self.driver.warming, "what is captured would lie in a warm-up's memory"
         assert not self.broken, "a pool is used after a capture in it could not be ended"
+        self.mark_accumulators()
         self.tape = tape = []
         self.launches = 0
         capturing_arenas.append((self, threading.get_ident()))
@@ -174,6 +178,12 @@ class Arena:
             self.tape = None
             capturing_arenas.pop()
         return Graph(tape), result
+
+    def mark_accumulators(self) -> None:
+        """Mark those that leaves of the step have already: on CUDA they would run on the stream that made them."""
+        for x in () if self.driver is None else self.driver.leaves:
+            if is_alive(x) and ON_SIDE_STREAM not in node_of(x).metadata:
+                node_of(x).metadata[OUTSIDE] = True
 
     def checkpoint(self) -> dict[int, int]:
         self.poll()
@@ -258,6 +268,9 @@ class _Capturing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         arena = self.arena
+        node = torch._C._current_autograd_node()
+        if node is not None and "AccumulateGrad" in node.name() and OUTSIDE in node.metadata:
+            raise CaptureError("operation would make the legacy stream depend on a capturing blocking stream")
         if func.namespace == "profiler":
             return func(*args, **kwargs)  # marks a region; does nothing to tensors
         if func in host_operators:
@@ -394,6 +407,7 @@ class Simulator:
         self.copied_out = 0
         self.warming: list[WarmPool] = []  # those that allocations are routed to
         self.warm_pools: list[weakref.ref[WarmPool]] = []
+        self.leaves: list[torch.Tensor] = []  # of the step that is captured next
         self.refusal: str | None = None  # why nothing can be captured
 
     def open_pool(self, device: torch.device) -> Arena:

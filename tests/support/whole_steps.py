@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from capture_simulator import Simulator, host_operators
+from capture_simulator import ON_SIDE_STREAM, OUTSIDE, Simulator, host_operators
 from torch import nn
 from torch.nn import functional as F
 
 import cudagraph
-from cudagraph.step import whole
+from cudagraph.step import recording, whole
+from cudagraph.step.accumulators import is_alive, node_of
 from cudagraph.torch_private import cuda as torch_cuda
+from cudagraph.torch_private.distributed import reduced_parameters
 
 
 class Planted(Exception):
@@ -45,10 +47,34 @@ def on_simulator(monkeypatch: pytest.MonkeyPatch, arena_bytes: int = 1 << 22) ->
         write(state)
         note(lambda: write(state))
 
+    note_accumulators(monkeypatch, simulator)
     gather_in_arenas(monkeypatch, simulator)
     monkeypatch.setattr(torch, "get_rng_state", get_rng_state)
     monkeypatch.setattr(torch, "set_rng_state", set_rng_state)
     return simulator
+
+
+def note_accumulators(monkeypatch: pytest.MonkeyPatch, simulator: Simulator) -> None:
+    """Tell the simulator of the leaves of a step, and which of their accumulators are made on the side stream."""
+    leaves_of, make_anew = recording.leaves_of, whole.make_reducer_anew
+
+    def noted(host: Any) -> dict[str, torch.Tensor]:
+        leaves = leaves_of(host)
+        simulator.leaves = [*leaves.values()]
+        return leaves
+
+    def made_anew(ddp: Any) -> None:
+        leaves = reduced_parameters(ddp)
+        old = [x for x in leaves if is_alive(x)]
+        for x in old:
+            node_of(x).metadata[OUTSIDE] = True
+        make_anew(ddp)
+        for x in leaves:
+            if OUTSIDE not in node_of(x).metadata:
+                node_of(x).metadata[ON_SIDE_STREAM] = True
+
+    monkeypatch.setattr(recording, "leaves_of", noted)
+    monkeypatch.setattr(whole, "make_reducer_anew", made_anew)
 
 
 def gather_in_arenas(monkeypatch: pytest.MonkeyPatch, simulator: Simulator) -> None:
