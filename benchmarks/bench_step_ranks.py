@@ -71,6 +71,7 @@ ROWS = (
 CLIP = 1.0
 WARM_UP = 16  # steps; torch times the first ten iterations of a replicated model, some compile, and one records
 LOOPS = 5
+LEAVE_S = 20.0  # seconds that the end of the groups of processes may take: it waits for ever for a graph that is left
 SHORT, EPOCH = 1, 16  # sequences of a smaller batch, and the steps between two of them
 MOST_CHARACTERS, MOST_LINES = 600, 12  # of an error
 
@@ -139,6 +140,11 @@ class GraphOfForwardBackward:
         self.graph.replay()
         self.update(keep=True)
         return self.loss.clone()
+
+    def close(self) -> None:
+        """Free the graph: NCCL ends a communicator only when no graph uses it any more."""
+        torch.cuda.synchronize()
+        self.graph.reset()
 
 
 def step_of(way: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
@@ -213,6 +219,8 @@ def measured(row: str, said: argparse.Namespace, mesh: DeviceMesh, device: torch
         issued.append(1e3 * (time.perf_counter() - began) / said.calls)
         synchronize(device)
         times.append(1e3 * (time.perf_counter() - began) / said.calls)
+    if isinstance(step, GraphOfForwardBackward):
+        step.close()
     stats = cudagraph.stats()
     return {
         "ms": round(slowest_ms(times, device), 3),
@@ -438,7 +446,10 @@ def main() -> None:
             write(said.json, result)
     if rank == 0:
         print(json.dumps(result["ratios"], indent=1), flush=True)
+    faulthandler.dump_traceback_later(LEAVE_S, exit=True)
+    dist.barrier(group)
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

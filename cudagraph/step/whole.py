@@ -31,6 +31,7 @@ from ..settling import unsettled_count
 from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
 from ..torch_private.distributed import (
+    call_before_groups_end,
     forget_backward,
     is_timed,
     make_reducer_anew,
@@ -490,6 +491,8 @@ class WholeStep:
             on_streams_of_captures.add(model)
 
     def _keep(self, recording: StepRecording, key: tuple[Any, ...]) -> StepRecording:
+        if self.ranks is not None or recording.talks:
+            call_before_groups_end(free_steps_that_talk)
         counters.add("recordings")
         counters.add("rerecordings", bool(self.recordings.get(key)))
         self.recordings.setdefault(key, []).append(recording)
@@ -615,6 +618,15 @@ def _copied(result: Any) -> Any:
     """The result of a step in memory of its own: a later step may write to what it returned."""
     flat, spec = torch_cuda.flatten(result)
     return torch_cuda.unflatten([x.clone() if isinstance(x, torch.Tensor) else x for x in flat], spec)
+
+
+def free_steps_that_talk() -> None:
+    """Free the recordings of steps with collectives. NCCL ends a communicator only when no graph uses it any more:
+    `torch.distributed.destroy_process_group()` would wait for ever."""
+    for step in list(every_step):
+        if step.ranks is not None or any(one.talks for one in step._every_recording()):
+            step.reset()
+            step.ranks, step.talks_in = None, []  # groups that are gone
 
 
 def reset() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import functools
 import sys
@@ -22,6 +23,7 @@ SYMBOLS: dict[str | Needed, str] = {
 PROTOCOLS = {
     "telling whether a step talks to other processes": {
         "torch.distributed.ProcessGroup": "_device_types _get_backend",
+        "torch.distributed.distributed_c10d._World": "comms",
         "torch._C._distributed_c10d.Backend": "_get_sequence_number_for_group",
     },
     "ending a wait for a process that is gone": {"torch._C._distributed_c10d.Backend": "abort"},
@@ -81,6 +83,22 @@ def sequence_numbers() -> dict[Any, int]:
     """How many collectives each group of this process has run. Empty where there is no other process."""
     counts = {group: _collective_count(group) for group in _groups_of_several()}
     return {group: count for group, count in counts.items() if count is not None}
+
+
+class _Ending:
+    """Stands among the communicators that `torch.distributed.destroy_process_group()` finalizes first."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.finalize = run
+
+
+def call_before_groups_end(run: Callable[[], None]) -> None:
+    """Call `run` when the groups of this process are destroyed, before NCCL ends, and when the process ends."""
+    communicators = need("torch.distributed.distributed_c10d._world").comms
+    if not any(isinstance(each, _Ending) and each.finalize is run for each in communicators):
+        communicators.append(_Ending(run))
+    atexit.unregister(run)
+    atexit.register(run)
 
 
 def uncounted_backend() -> str | None:

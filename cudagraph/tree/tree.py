@@ -16,8 +16,8 @@ backward. Outputs that are still held then are copied out, or reading them becom
 from __future__ import annotations
 
 import contextlib
-import gc
 import functools
+import gc
 import threading
 import weakref
 from collections import defaultdict, deque

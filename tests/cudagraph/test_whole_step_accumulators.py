@@ -165,3 +165,22 @@ def test_a_step_that_became_garbage_is_not_freed_in_the_capture_of_another(devic
     assert graph() is not None
     other.step(*data[1])
     assert other.step.refused == "" and cudagraph.stats()["replays"] == 3
+
+
+def test_graphs_with_collectives_are_freed_before_their_group_ends(device):
+    """NCCL would wait for them for ever. A step that sends nothing keeps its recordings."""
+    silent, net = Trainer(device), Net().to(device)
+
+    @cudagraph.whole_step
+    def step(x):
+        out = net(x).sum()
+        torch.distributed.all_reduce(out.detach())
+        return out
+
+    for _ in range(2):  # the second time with another group
+        with group_of_one(device.type):
+            for x, y in batches(device, 4):
+                silent.step(x, y)
+                step(x)
+            assert step.recordings and silent.step.recordings and step.refused == ""
+        assert not step.recordings and silent.step.recordings
