@@ -46,6 +46,7 @@ from .offloading.placement import decide_at_run_time
 from .options import Options, check_limit, inductor_patches
 from .passes.casts import cast_again, with_casts
 from .passes.chunk import Chunked, chunked, logits_at_peak
+from .passes.chunk_sums import add_in_place
 from .passes.early import compute_early
 from .passes.edits import finished, log
 from .passes.live_bytes import LivePoint, live_bytes
@@ -475,7 +476,13 @@ def _compile(
         with contextlib.nullcontext() if stored else without_autograd_cache():
             partition = partition or partial(partition_without_hooks, options=options)
             return aot.compile_graph(
-                gm, inputs, partition, compilers, compiling, stored=stored, without_gradients=in_chunks
+                gm,
+                inputs,
+                lambda *args, **kwargs: tuple(map(add_in_place, partition(*args, **kwargs))),
+                compilers,
+                compiling,
+                stored=stored,
+                without_gradients=lambda graph: add_in_place(in_chunks(graph)),
             )
     capture = compilation.inner_compile if compilation is not None else None
     with compilation.through_cache(gm) if compilation is not None else contextlib.nullcontext():

@@ -176,8 +176,9 @@ def alive_along(
     lives from its kernel on, and a kernel may write over one tensor that it reads last.
     """
     first, last = lifetimes(nodes, counted, to_end=to_end, last_reader=last_reader, nbytes=nbytes, kernels=kernels)
-    for key, over in ({} if kernels is None else kernels.reuses(first, last)).items():
-        last[over] = first[key][0] - 1
+    over = {} if kernels is None else dict(kernels.reuses(first, last))
+    for key, taken in (over | _sums_in_place(nodes, first, last)).items():
+        last[taken] = first[key][0] - 1
     change = [0] * (len(nodes) + 2)
     for key, (start, count, _) in first.items():
         change[start] += count
@@ -185,6 +186,19 @@ def alive_along(
     for node, count in packed.items():
         change[last.get(storage_of(node), 0)] += count
     return list(itertools.accumulate(change))[: len(nodes)]
+
+
+def _sums_in_place(
+    nodes: Sequence[Node], first: Mapping[Any, tuple[int, int, Node]], last: Mapping[Any, int]
+) -> dict[Any, Any]:
+    """Storages of sums of chunks that are written over the sum before, see passes/chunk_sums.py: each with that."""
+    found = {}
+    for node in nodes:
+        if _has_name("aot_hooks.add_product.", node.target) and (key := storage_of(node)) in first:
+            before = storage_of(node.args[0])
+            if before in first and first[before][2].op == "call_function" and last[before] == first[key][0]:
+                found[key] = before
+    return found
 
 
 def lifetimes(

@@ -47,7 +47,7 @@ _MOST_CHUNKS = 32
 # Bytes of the logits in float32. Below, a graph is smaller without chunks, and nothing else of its step is.
 _LEAST_BYTES = 16 << 20
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
-_EXPONENTIALS = ("aten._log_softmax.default", "aten._softmax.default", "aten.exp.default", "aten.logsumexp.default")
+_EXPONENTIALS = ("aten._log_softmax.default", "aten._softmax.default", "aten.logsumexp.default", "aten.exp.default")
 
 
 @dataclass(frozen=True)
@@ -226,9 +226,36 @@ def _of_its_size(seed: Node) -> set[Node]:
 
 
 def _has_loss(seed: Node) -> bool:
-    """Whether an exponential, or the program, reads such a value. It needs no copy of the graph to tell."""
-    readers = (user for node in _of_its_size(seed) for user in node.users)
-    return any(user.op == "output" or target_name(user) in _EXPONENTIALS for user in readers)
+    """Whether an exponential, or the program, reads such a value. It needs no copy of the graph to tell.
+
+    Exponentials that are not summed are those of a loss too, such as of a binary cross entropy; but not if another
+    product of the forward reads what is made of them. That is the SiLU of an MLP, as Inductor decomposes it.
+    """
+    found = _of_its_size(seed)
+    readers = {user for node in found for user in node.users}
+    if any(user.op == "output" or target_name(user) in _EXPONENTIALS[:-1] for user in readers):
+        return True
+    exponentials = [node for node in found | readers if target_name(node) == _EXPONENTIALS[-1]]
+    if any(map(_is_summed, exponentials)):
+        return True
+    products = {node for node in readers if target_name(node) in _PRODUCTS}
+    if not exponentials or not products:
+        return bool(exponentials)
+    tangents = filter(aot.is_tangent, seed.graph.find_nodes(op="placeholder"))
+    return products <= _depends_on(seed.graph.nodes, tangents)
+
+
+def _is_summed(exponential: Node) -> bool:
+    """Whether `exponential` is summed as it is, or weighted, as in a softmax."""
+    stack, seen = [exponential], {exponential}
+    while stack:
+        for user in stack.pop().users:
+            if target_name(user) in ("aten.sum.dim_IntList", "aten.sum.default"):
+                return True
+            if user not in seen and target_name(user) not in _PRODUCTS and is_linear(user, seen.__contains__):
+                seen.add(user)
+                stack.append(user)
+    return False
 
 
 def _text(node: Node) -> str:

@@ -2,7 +2,7 @@
 
       h --split--> h_0, h_1, h_2         logits_0 ... grad_h_0      cat(grad_h_0, grad_h_1, grad_h_2)
                                                       grad_w = mm(t(grad_0), h_0)
-                   wait_for(h_1, ...)    logits_1 ... grad_w = grad_w + mm(t(grad_1), h_1)
+                   wait_for(h_1, ...)    logits_1 ... grad_w = add_product(grad_w, t(grad_1), h_1)
 
 Sums over tokens are in float32, whatever the dtype of the result. So are the products that make gradients before the
 scale of the loss's gradient is known: they are rounded once, after it.
@@ -27,6 +27,7 @@ from ..graphs.rows import Kept, Read, Rows, Step, is_conversion, is_tensor, shap
 from ..torch_private import aot
 from ..torch_private.values import computed_from, expression, is_operator, symbols_of
 from .chunk_order import wait_for
+from .chunk_sums import add_product
 from .edits import run_on_fakes
 
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
@@ -40,9 +41,6 @@ _MOVES = (
     "aten.transpose.int",
     "aten.detach.default",
 )
-# Bytes of the sums of a product from which on they are kept in parts: a product is added to its sum in memory of its
-# own, of the size of one part.
-_PARTS_FROM, _PARTS = 256 << 20, 8
 
 
 @dataclass
@@ -123,14 +121,6 @@ class Loop:
 
 
 @dataclass
-class _Sum:
-    """A sum over chunks, in parts along `dim`."""
-
-    dim: int
-    parts: list[Node]
-
-
-@dataclass
 class _Written:
     """One loop while it is written.
 
@@ -144,7 +134,7 @@ class _Written:
     wide: Collection[Node]
     stand_ins: Mapping[Node, Node]
     rows: dict[Node, list[Node]] = field(default_factory=dict)
-    sums: dict[Node, _Sum] = field(default_factory=dict)
+    sums: dict[Node, Node] = field(default_factory=dict)
     cuts: dict[tuple[Node, Read], list[Node]] = field(default_factory=dict)
     casts: dict[Node, Node] = field(default_factory=dict)
 
@@ -230,7 +220,7 @@ def _chunk(written: _Written, nodes: Sequence[Node], outputs: Sequence[Node], i:
             )
         if node in outputs:
             written.rows.setdefault(node, []).append(env[node])
-    return [env[n] if n in env else written.sums[n].parts[-1] for n in outputs]
+    return [env[n] if n in env else written.sums[n] for n in outputs]
 
 
 def _cut(written: _Written, node: Node, read: Read) -> list[Node]:
@@ -313,32 +303,15 @@ def _add_to_sum(written: _Written, node: Node, step: Step, env: Mapping[Node, No
     if str(node.target) != "aten.mm.default":
         target, args, kwargs = step.build(lambda values: map_arg(values, input_of), None)
         made = loop.add(target, *args, **kwargs)
-        known = written.sums.get(node)
-        written.sums[node] = _Sum(0, [made if known is None else loop.add(_aten.add.Tensor, known.parts[0], made)])
+        if node in written.sums:
+            made = loop.add(_aten.add.Tensor, written.sums[node], made)
+        written.sums[node] = made
         return
-    a, b = _factors(written, node, env, input_of)
-    rows, columns = shape_of(node)
-    dim = 0 if rows >= columns else 1
-    nbytes = 4 * rows * columns
-    count = _PARTS if nbytes >= _PARTS_FROM else 1
-    whole = max(rows, columns)
-    sizes = [whole // count] * (count - 1) + [whole - whole // count * (count - 1)]
-    factors = [(a, b)]
-    if count > 1:
-        cut = loop.add(_aten.split_with_sizes.default, (a, b)[dim], sizes, dim)
-        pieces = [loop.add(operator.getitem, cut, i) for i in range(count)]
-        factors = [(p, b) if dim == 0 else (a, p) for p in pieces]
-    known = written.sums.get(node)
-    parts = []
-    for i, (left, right) in enumerate(factors):
-        if left.meta["val"].dtype in _LOW:  # not on a CPU: these have such a product
-            made = loop.add(_aten.mm.dtype, left, right, torch.float32)
-            parts.append(made if known is None else loop.add(_aten.add.Tensor, known.parts[i], made))
-        elif known is None:
-            parts.append(loop.add(_aten.mm.default, left, right))
-        else:
-            parts.append(loop.add(_aten.addmm.default, known.parts[i], left, right))
-    written.sums[node] = _Sum(dim, parts)
+    if node in written.sums:
+        factors = _factors(written, node, env, input_of)
+        written.sums[node] = loop.add(add_product, written.sums[node], *factors)
+    else:
+        written.sums[node] = _product(written, node, env, input_of)
 
 
 def _product(written: _Written, node: Node, env: Mapping[Node, Node], input_of: Any) -> Node:
@@ -398,20 +371,13 @@ def _joined(written: _Written, node: Node, scale: Node | None) -> Node:
     loop, dtype = written.loop, node.meta["val"].dtype
     step = loop.steps[node]
     number = None
-    if step.out is None:
-        total = written.sums[node]
-        parts, dim = total.parts, total.dim
-        rows = None
-    else:
-        rows = step.out
-        parts, dim = [loop.add(_aten.cat.default, written.rows[node], rows.first)], rows.first
+    rows = step.out
+    joined = written.sums[node] if rows is None else loop.add(_aten.cat.default, written.rows[node], rows.first)
     if scale is not None:
-        for part in parts:
-            part.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            part.meta[MADE_EARLY] = True
+        joined.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        joined.meta[MADE_EARLY] = True
         number = scale if not shape_of(scale) else loop.add(_aten.reshape.default, scale, [])
-    parts = [_finished(loop, part, number, dtype) for part in parts]
-    joined = parts[0] if len(parts) == 1 else loop.add(_aten.cat.default, parts, dim)
+    joined = _finished(loop, joined, number, dtype)
     if rows is not None:
         joined = loop.restored(joined, rows)
     if rows is not None and rows.count > 1:

@@ -103,6 +103,7 @@ def compile_stock(
 
     `without_gradients`: a pass over graphs that have no backward, which are not partitioned.
     """
+    register_operators()
     inner = inner or need("torch._inductor.compile_fx.compile_fx_inner")
     if without_gradients is not None:
         inner = _after(without_gradients, inner)
@@ -148,7 +149,6 @@ def compile_with_hooks(
     """
     inner = need("torch._inductor.compile_fx.compile_fx_inner")
     handler = need("torch._inductor.virtualized.V").set_choices_handler
-    register_operators()
 
     def inner_compile(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
         compiling()

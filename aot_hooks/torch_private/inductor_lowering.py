@@ -1,7 +1,7 @@
 """How Inductor compiles our operators: as one loop with inline PTX, or as calls.
 
-lower_to_loop(op, ...), lower_to_call(op, ...)   when the library is imported; do not import Inductor
-register_operators()                             before Inductor first compiles hooks
+lower_to_loop(op, ...), lower_to_call(op, ...), lower_in_place(op, ...)   when the library is imported, without Inductor
+register_operators()                                                      before Inductor first compiles them
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
@@ -17,6 +18,7 @@ from .symbols import needing
 
 SYMBOLS: Symbols = {
     "copies of offload in kernels' memory": "torch._inductor.virtualized.V",
+    "sums of chunks in one tensor": "torch._inductor.lowering.fallback_handler torch._inductor.virtualized.V",
     "operators that Inductor compiles as one loop": "torch._inductor.ir.Pointwise .TensorBox "
     "torch._inductor.lowering.register_lowering .fallback_handler .lowerings torch._inductor.virtualized.ops",
 }
@@ -24,6 +26,10 @@ PROTOCOLS: Protocols = {
     "copies of offload in kernels' memory": {
         "torch._inductor.graph.GraphLowering": "unaligned_buffers never_reuse_buffers",
         "torch._inductor.ir.TensorBox": "get_name",
+    },
+    "sums of chunks in one tensor": {
+        "torch._inductor.graph.GraphLowering": "current_node",
+        "torch._inductor.ir.TensorBox": "realize",
     },
     "operators that Inductor compiles as one loop": {
         "torch._inductor.ir.TensorBox": "get_size get_device make_loader",
@@ -74,8 +80,17 @@ def lower_to_call(op: Any, *, returns_aligned: bool = False, keeps_tensors: bool
     _lowerings.append((op, lambda: _call(op, returns_aligned, keeps_tensors)))
 
 
+def lower_in_place(op: Any, in_place: Any, takes_over: Callable[[Node], bool]) -> None:
+    """Have Inductor call `in_place` for `op`, once `register_operators` has run, where `takes_over(node)` is true.
+
+    `in_place` writes to its first argument and returns nothing. Goes when Inductor's own pass that does so, which knows
+    index_put and few others, takes operators publicly.
+    """
+    _lowerings.append((op, lambda: _in_place(op, in_place, takes_over)))
+
+
 def register_operators() -> None:
-    """Register with Inductor what `lower_to_loop` and `lower_to_call` were called for."""
+    """Register with Inductor what `lower_to_loop`, `lower_to_call` and `lower_in_place` were called for."""
     register = need("torch._inductor.lowering.register_lowering")
     while _lowerings:
         op, lowering = _lowerings.pop()
@@ -92,6 +107,21 @@ def _call(op: Any, returns_aligned: bool, keeps_tensors: bool) -> Callable[..., 
         for tensor in args[0] if keeps_tensors else ():
             graph.graph.never_reuse_buffers.add(tensor.get_name())
         return results
+
+    return lower
+
+
+def _in_place(op: Any, in_place: Any, takes_over: Callable[[Node], bool]) -> Callable[..., Any]:
+    fallback = need("torch._inductor.lowering.fallback_handler")
+    call, write_over = fallback(op), fallback(in_place, add_to_fallback_set=False)
+    graph = need("torch._inductor.virtualized.V")
+
+    def lower(first: Any, *args: Any) -> Any:
+        if not takes_over(graph.graph.current_node):
+            return call(first, *args)
+        first.realize()
+        write_over(first, *args)
+        return first
 
     return lower
 
