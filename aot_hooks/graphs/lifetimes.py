@@ -195,7 +195,7 @@ def _sums_in_place(
     found = {}
     for node in nodes:
         if _has_name("aot_hooks.add_product.", node.target) and (key := storage_of(node)) in first:
-            before = storage_of(node.args[0])
+            before = storage_of(node.all_input_nodes[0])
             if before in first and first[before][2].op == "call_function" and last[before] == first[key][0]:
                 found[key] = before
     return found

@@ -22,6 +22,7 @@ from .chunk_order import wait_for
 # The rows of a product that is added in pieces are of this many bytes in float32: the memory that it takes beside.
 _PIECE_BYTES = 64 << 20
 _aten = torch.ops.aten
+_wide_product = _aten.mm.dtype
 _library = torch.library.Library("aot_hooks", "FRAGMENT")
 _library.define("add_product(Tensor sum, Tensor a, Tensor b) -> Tensor")
 _library.define("add_product_(Tensor(a!) sum, Tensor a, Tensor b) -> ()")
@@ -35,7 +36,7 @@ def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None
     else:
         count = max(1, _PIECE_BYTES // (4 * total.shape[1]))
         for rows, left in zip(total.split(count), a.split(count), strict=True):
-            rows += _aten.mm.dtype(left, b, total.dtype)
+            rows += _wide_product(left, b, total.dtype)
 
 
 def _adds_to_wider(device: torch.device, dtype: torch.dtype) -> bool:
