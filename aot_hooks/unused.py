@@ -113,7 +113,8 @@ def compiled(settings: Iterable[Setting], plans: Sequence[Plan], *, checkpoints:
     with _lock:
         for setting in settings:
             use = _uses.setdefault(setting.text, _Use(setting, list(keys_in(setting.rule))))
-            _ended.add(setting.text)
+            # contexts have what the user said, graphs what they get of it
+            _ended.add(Setting(getattr(setting.rule, "asked", setting.rule)).text)
             use.checkpoints |= checkpoints
             use.sends |= any(plan.transfers for plan in plans)
             for d in decisions:

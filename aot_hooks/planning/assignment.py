@@ -84,6 +84,11 @@ class Assignment(Budget):
         return Assignment(budget.peak, budget.max_slowdown, budget.allow, budget.max_error, budget.total, **named)
 
     @property
+    def asked(self) -> Budget:
+        """What the user said."""
+        return Budget(self.peak, self.max_slowdown, self.allow, self.max_error, self.total)
+
+    @property
     def peak_bytes(self) -> int | None:
         """The peak in bytes. None: the lowest is asked for, or it depends on a device and none is known."""
         return self.free if self.asks_device else cast("int | None", self.peak)

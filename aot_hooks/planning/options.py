@@ -308,8 +308,7 @@ def _hook_options(
             if on_gpu[i] and hook.digits is not None and hook.digits <= _FEW_DIGITS:
                 ms -= min(ms, SPARED * sum(bw_ms[n] for n in readers if has_formula(n)))
             in_registers = registers and on_gpu[i]
-            option = Option(name, hook, nbytes, ms, error, on_host, work, in_registers, host_ms=by_host)
-            found[i].append(option)
+            found[i].append(Option(name, hook, nbytes, ms, error, on_host, work, in_registers, host_ms=by_host))
     return found
 
 
