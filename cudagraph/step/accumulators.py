@@ -97,10 +97,10 @@ def renew_for_capture(leaves: Mapping[str, torch.Tensor], objects: Collection[An
         if is_held(x):
             raise CannotCapture(why_held(path))
     for model in _other_replicas(replicas):
-        path = next((path for path, x in old.items() if any(x is p for p in model.parameters())), None)
-        if path is not None:
+        theirs = next((path for path, x in old.items() if any(x is p for p in model.parameters())), None)
+        if theirs is not None:
             raise CannotCapture(
-                f"{path} is a parameter of a DistributedDataParallel that the step does not reach; give it as state"
+                f"{theirs} is a parameter of a DistributedDataParallel that the step does not reach; give it as state"
             )
     for x in old.values():
         renew(x)
