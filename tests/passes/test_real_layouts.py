@@ -157,21 +157,39 @@ def run(pair: Pair, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], lis
     return list(reads.run(*saved, total)), reads.strides
 
 
-def check(case: Case, hooks: Any, device: str, siblings: bool) -> None:
+def check(case: Case, hooks: Any, device: str, siblings: bool) -> bool:
+    """Compare hooks with none. Returns False, without a comparison, if the operator gives other bits in each run."""
     pair, inputs = pair_of(case, device, siblings)
-    expected, strides = run(pair.copy(), inputs)
+    before = [x.clone() for x in inputs]
+
+    def run_anew(pair: Pair) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
+        for x, old in zip(inputs, before, strict=True):  # running statistics are written to
+            if not torch.equal(x, old):
+                x.copy_(old)
+        return run(pair, inputs)
+
+    expected, strides = run_anew(pair.copy())
+    again, strides_again = run_anew(pair.copy())
+    if strides != strides_again or not all(map(torch.equal, expected, again)):
+        return False
     for hook in hooks:
         after = pair.copy().apply(hook)
-        found, found_strides = run(after, inputs)
+        found, found_strides = run_anew(after)
         at_most, where = HOOKS[hook], f"{hook} on {case}"
         packed = [d.hook is not aot_hooks.KEEP for d in after.plan.decisions]  # type: ignore[union-attr]
         assert hook not in (NEGATED, FLAT) or all(packed), where
         if not at_most or not expected[0].is_floating_point():
             assert found_strides == strides, where
-            assert all(map(torch.equal, found, expected)), where
+            assert all(map(torch.equal, found, expected)), (where, strides, *map(differences, found, expected))
             continue
         for a, b in zip(found, expected, strict=True):
             assert a.shape == b.shape and (a - b).abs().max() <= at_most * b.abs().max(), where
+    return True
+
+
+def differences(found: torch.Tensor, expected: torch.Tensor) -> str:
+    different = (found != expected).nonzero().tolist()
+    return f"{len(different)} of {found.numel()} values, in shape {tuple(found.shape)}, at {different[:4]}"
 
 
 @functools.cache
@@ -182,14 +200,14 @@ def by_operator() -> dict[str, Case]:
 
 @pytest.mark.parametrize("name", by_operator())
 def test_views_are_of_what_really_came(name: str) -> None:
-    check(by_operator()[name], FAST, "cpu", siblings=len(name) % 2 == 0)
+    assert check(by_operator()[name], FAST, "cpu", siblings=len(name) % 2 == 0), "the operator is not reproducible"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("siblings", [False, True])
 def test_every_hook_gives_back_what_really_came(siblings: bool) -> None:
     for case in DIFFERING.values():
-        check(case, HOOKS, "cpu", siblings)
+        assert check(case, HOOKS, "cpu", siblings), f"{case} is not reproducible"
 
 
 @pytest.mark.slow
@@ -200,11 +218,21 @@ def test_the_table_has_all_operators_that_a_search_finds() -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_on_a_gpu() -> None:
-    found = layouts.differing(layouts.operators("cuda"), "cuda")
+    """The operators of the table, and those of cuFFT and of CUDA's linear algebra. All of `op_db` take three minutes.
+
+    Where the operator itself is another one in each run, a comparison of bits says nothing about hooks.
+    """
+    ops = [op for op in layouts.operators("cuda") if looked_at_on_a_gpu(op.formatted_name)]
+    found = layouts.differing(iter(ops), "cuda")
     assert found, "no operator differs: the search finds nothing"
-    for case in found.values():
-        for siblings in (False, True):
-            check(case, HOOKS, "cuda", siblings)
+    compared = [check(case, (*FAST, FLAT), "cuda", i % 2 == 0) for i, case in enumerate(found.values())]
+    assert sum(compared) >= 0.9 * len(found), [
+        case for case, did in zip(found.values(), compared, strict=True) if not did
+    ]
+
+
+def looked_at_on_a_gpu(name: str) -> bool:
+    return name in {case.name for case in DIFFERING.values()} or name.startswith(("fft_", "linalg_"))
 
 
 # --- whole programs --------------------------------------------------------------------------------------------------
