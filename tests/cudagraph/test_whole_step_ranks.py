@@ -512,8 +512,16 @@ def folder(request, tmp_path_factory):
     if request.param == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     folder = tmp_path_factory.mktemp(request.param)
-    run_ranks(work, folder, str(folder), device=request.param, limit_s=240)
+    ended = run_ranks(work, folder, str(folder), device=request.param, limit_s=240)
+    (folder / "how").write_text("; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ended)))
     return folder
+
+
+def why_not_run(folder):
+    """The cases that failed, with the last line of their error, and how the processes ended."""
+    texts = {file.name: file.read_text() for case in CASES for file in folder.glob(f"{case.__name__}[01]")}
+    failed = [f"{name}: {text.splitlines()[-1]}" for name, text in texts.items() if text != "ended"]
+    return f"a case before it failed: {failed}; {(folder / 'how').read_text()}"
 
 
 def assert_ended(folder, case):
@@ -521,7 +529,7 @@ def assert_ended(folder, case):
         pytest.skip("the simulator needs storages that can exchange their memory")
     for rank in range(2):
         file = folder / f"{case.__name__}{rank}"
-        assert file.exists(), "a case before it failed"
+        assert file.exists(), why_not_run(folder)
         assert file.read_text() == "ended"
 
 

@@ -3,13 +3,15 @@
     run_ranks(work, folder) -- work(0), work(1), in processes of their own --> (Ended, Ended)
     with group_of_one():    -- this process as the only rank
 
-No process waits longer than `WAIT_S` for another one. With NCCL it is aborted then, without an error of Python.
+No process waits longer than `WAIT_S` for another one, on a GPU `WAIT_ON_GPU_S`. With NCCL it is aborted then, without
+an error of Python.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import multiprocessing as mp
 import os
 import pathlib
@@ -26,6 +28,8 @@ from torch.distributed.fsdp import fully_shard
 
 ROWS, WIDTH = 32, 16
 WAIT_S = 10
+WAIT_ON_GPU_S = 30  # loading kernels and starting NCCL may take longer than WAIT_S on one rank
+LEAVE_S = 30  # seconds for the end of the groups; one that hangs writes the tracebacks of all threads
 _left: list[Any] = []  # groups
 
 
@@ -124,13 +128,17 @@ def _run(work: Callable[..., None], rank: int, folder: str, device: str, argumen
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # the same kernels in a capture as outside
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # takes a minute
     how: dict[str, Any] = {"init_method": f"file://{folder}/meet", "rank": rank, "world_size": 2}
-    wait = datetime.timedelta(seconds=WAIT_S)
+    wait = datetime.timedelta(seconds=WAIT_S if device == "cpu" else WAIT_ON_GPU_S)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=wait, **how)
     try:
         work(rank, *arguments)
     except Exception as error:
         (pathlib.Path(folder) / f"error{rank}").write_text(f"{type(error).__name__}: {error}")
+        faulthandler.dump_traceback_later(LEAVE_S, exit=True)
         raise
+    faulthandler.dump_traceback_later(LEAVE_S, exit=True)
     leave_group()
+    faulthandler.cancel_dump_traceback_later()
