@@ -97,10 +97,11 @@ def renew_for_capture(leaves: Mapping[str, torch.Tensor], objects: Collection[An
         if is_held(x):
             raise CannotCapture(why_held(path))
     for model in _other_replicas(replicas):
-        theirs = next((path for path, x in old.items() if any(x is p for p in model.parameters())), None)
-        if theirs is not None:
+        theirs = {id(x) for x in model.parameters()}
+        if shared := [path for path, x in old.items() if id(x) in theirs]:
             raise CannotCapture(
-                f"{theirs} is a parameter of a DistributedDataParallel that the step does not reach; give it as state"
+                f"{shared[0]} is a parameter of a DistributedDataParallel that the step does not reach; "
+                "give it with state="
             )
     for x in old.values():
         renew(x)
