@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -278,12 +280,11 @@ class Simulation:
 
     def _typed(self, graphs: Graphs, way: Way, rates: Rates | None) -> Typed | None:
         """One way, with copies that hold the step up as little as its peak allows; None if it is over the peak."""
-        in_flight = min(_IN_FLIGHT, *(int(_IN_FLIGHT_SHARE * whole.peak) for whole in self.wholes))
-
-        limits: dict[str, Any] = {"in_flight_bytes": in_flight, "min_bytes": _MIN_BYTES, "rates": rates}
+        few = min(_IN_FLIGHT, *(int(_IN_FLIGHT_SHARE * whole.peak) for whole in self.wholes))
         across = way.sends and way.again != BLOCKS  # inputs of blocks are few bytes: every call sends all of them
 
-        def rule(max_stall_ms: float) -> Any:
+        def rule(max_stall_ms: float, in_flight: int = few) -> Any:
+            limits: dict[str, Any] = {"in_flight_bytes": in_flight, "min_bytes": _MIN_BYTES, "rates": rates}
             if not across:
                 return way.rule(**limits)
             return for_budget(way.rule(**limits, max_stall_ms=max_stall_ms, across_graphs=True))
@@ -297,19 +298,25 @@ class Simulation:
         call = call._replace(nbytes=call.nbytes._replace(held=call.nbytes.held - 2 * inputs_bytes))
         step_ms = self.wholes[-1].slowness * self.wholes[-1].calls * (call.forward_ms + call.backward_ms)
 
-        def steps(max_stall_ms: float) -> list[Predicted] | None:
+        def steps(in_flight: int, max_stall_ms: float) -> list[Predicted] | None:
             """The steps with copies that may hold them up so long; None if one is over its peak."""
             found = [predicted(whole, call, in_flight, max_stall_ms, rates) for whole in self.wholes]
             found = [step._replace(peak=step.peak + inputs_bytes) for step in found]
             fits = all(step.peak <= whole.peak for step, whole in zip(found, self.wholes, strict=True))
             return found if fits else None
 
-        stall_ms, best = _least_stall(steps, step_ms) if across else (0.0, steps(0.0))
-        if best is None:
+        if not across:
+            best = steps(few, 0.0)
+            return None if best is None else Typed(way, found.fw, found.bw, plan, live, call, best[-1])
+        # Copies wait less if more of them are in flight, if there is room for that.
+        tried = [(n, *_least_stall(partial(steps, n), step_ms)) for n in dict.fromkeys((_IN_FLIGHT, few))]
+        fitting = [(stall_ms, n, best[-1]) for n, stall_ms, best in tried if best is not None]
+        if not fitting:
             return None
-        if across:  # with the stall that is needed, which the first time was not known
-            found, plan, live = self._rewritten(graphs, way, rule(_STALL_ROOM * stall_ms + _STALL_SHARE * step_ms))
-        return Typed(way, found.fw, found.bw, plan, live, call, best[-1])
+        stall_ms, in_flight, step = min(fitting, key=operator.itemgetter(0))
+        allowed_ms = _STALL_ROOM * stall_ms + _STALL_SHARE * step_ms  # known only now
+        found, plan, live = self._rewritten(graphs, way, rule(allowed_ms, in_flight))
+        return Typed(way, found.fw, found.bw, plan, live, call, step)
 
     def _rewritten(self, graphs: Graphs, way: Way, hook: Any) -> tuple[Graphs, Plan, tuple[LivePoint, ...]]:
         """A copy of `graphs` with a hook for all, as the backend makes it for users who type it.

@@ -286,7 +286,7 @@ class Group:
         counted: whether `least` is planned for the number of calls in `traces`, not for an unknown number.
         clock: of the device; None on a CPU, or before anything was compiled.
         compiled_count: how many versions were compiled, which tells the steps that only ran.
-        slowness: see `Whole`. `is_timed`: a step was timed for it.
+        slowness: see `Whole`. `is_timed`: a step was timed for it, or none will be. `has_waited`: a plan has waited.
         restored: graphs of loaded plans that were not compiled yet, by their programs.
     """
 
@@ -309,6 +309,7 @@ class Group:
     compiled_count: int = 0
     slowness: float = 1.0
     is_timed: bool = False
+    has_waited: bool = False
     restored: dict[str, Graph] = field(default_factory=dict)
     busy: int = 0
     warned_bytes: int = 0
@@ -449,20 +450,20 @@ class Group:
                 self.warn(taken, step, why)
 
     def waits_for_time(self, step: Step) -> bool:
-        """Whether the plan waits for the next step, to know how long steps take: this one has compiled something.
+        """Whether the plan waits for the next step, to know how long steps take: this one compiled something.
 
         Copies hide in the time that a step takes. With exchanges of ranks, or on a slow host, that is more than what
         its graphs are predicted to take.
         """
         if self.is_timed or self.clock is None or "offload" not in self.budget.allow:
             return False
-        if step.began is None:  # the first step: nothing was compiled when it began
-            return True
-        began, compiled_count = step.began
+        began, compiled_count = step.began or (None, 0)
+        if compiled_count != self.compiled_count:
+            self.is_timed, self.has_waited = self.has_waited, True  # once: there may be no step that compiles nothing
+            return not self.is_timed
         self.is_timed = True
-        if compiled_count == self.compiled_count:
-            self.slowness = slowness(self.clock.ms_since(began), sum(call.what.ms for call in step.calls))
-            log.info("%r: a step takes %.2f times as long as predicted, in quarters", self.budget, self.slowness)
+        self.slowness = slowness(self.clock.ms_since(began), sum(call.what.ms for call in step.calls))
+        log.info("%r: a step takes %.2f times as long as predicted, in quarters", self.budget, self.slowness)
         return False
 
     def measure(self, step: Step) -> None:

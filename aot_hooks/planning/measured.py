@@ -89,7 +89,7 @@ class Clock:
 def clock_of(plans: Sequence[Plan]) -> Clock | None:
     """The clock of the device that all tensors are saved on; None if that is no CUDA device."""
     device = _cuda_device(plans)
-    return None if device is None else Clock(device)
+    return None if device is None or device.type != "cuda" else Clock(device)
 
 
 def slowness(ms: float, predicted_ms: float) -> float:

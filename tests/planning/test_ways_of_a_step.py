@@ -15,7 +15,8 @@ from small_budgets import budget
 
 import aot_hooks
 from aot_hooks.offloading import at_run_time
-from aot_hooks.planning import candidates
+from aot_hooks.planning import candidates, many
+from aot_hooks.planning.measured import slowness
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
@@ -120,3 +121,37 @@ def test_of_forms_that_round_only_the_fastest_is_tried() -> None:
     for again in ("", candidates.POINTWISE, candidates.BLOCKS):
         assert {(again, "float8()"), (again, "offload()"), (again, "offload(then=float8())")} <= named
     assert ("", "lossless()") in named and not any("int8" in name for _, name in named)
+
+
+class Clock:
+    """That of a device on which each step takes a second."""
+
+    def now(self) -> None:
+        pass
+
+    def ms_since(self, began: Any) -> float:
+        return 1e3
+
+
+def test_a_plan_that_may_send_waits_for_a_step_that_is_timed(x, link, compiled_kinds, caplog, monkeypatch) -> None:
+    """The first step compiles, so its time says nothing. The second one takes longer than its graphs: copies hide."""
+    seen: list[float] = []
+    whole_of = many.whole_of
+    monkeypatch.setattr(many, "clock_of", lambda plans: Clock())
+    monkeypatch.setattr(many, "slowness", lambda ms, predicted_ms: seen.append(predicted_ms) or 2.5)
+    monkeypatch.setattr(many, "whole_of", lambda *args: seen.append(0.0) or whole_of(*args))
+    caplog.set_level(logging.INFO, "aot_hooks")
+    model = model_of(*[Block] * 8)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.25), max_error=0, allow=("recompute", "offload")))
+    for step in range(4):
+        assert_equal(train(model, x), expected)
+        assert compiled_kinds == ["alone", "least", *["planned"] * (step >= 2)], step
+    (predicted_ms, *planned), text = seen, "".join(r.getMessage() for r in caplog.records)
+    assert predicted_ms > 0 and planned and not any(planned)  # timed once, before the plan
+    assert "takes 2.50 times as long as predicted" in text and "step 2 peaks at" in text
+
+
+def test_slowness_is_the_time_over_the_predicted_time_in_quarters() -> None:
+    assert [slowness(ms, 10.0) for ms in (9.0, 12.4, 12.5, 26.0)] == [1.0, 1.0, 1.25, 2.5]
+    assert slowness(1.0, 0.0) == 1.0
