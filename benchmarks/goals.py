@@ -375,7 +375,36 @@ def _processes() -> list[Goal]:
     ]
 
 
-GOALS = (*_one_gpu(), *_cuda_graphs(), *_budgets(), *_offload(), *_processes())
+def _whole_steps() -> list[Goal]:
+    """Budgets of a step with a real vocabulary; a step of several GPUs as one graph."""
+
+    def of_way(way: str, key: str) -> Callable[[Any], float]:
+        return lambda result: float(named(result["rows"], by="way")[way][key])
+
+    def over_budget(result: Any) -> float:
+        return most(
+            r["peak_bytes"] / r["budget_bytes"] for r in result["rows"] if "peak_bytes" in r and "budget_bytes" in r
+        )
+
+    model = "a Llama with 128,256 words, 8192 tokens"
+    found = goals(
+        "real_step.h200",
+        (f"{model}: budget of checkpointing's peak: {STEP}", of_way("budget as checkpointing", "ratio"), 1.015),
+        (f"{model}: budget of 12.3 GiB: {STEP}", of_way("budget 12.3GiB", "ratio"), 1.005),
+        (f"{model}: measured peak over the budget", over_budget, 1.0),
+    )
+    whole = "a whole step of FSDP2 in one graph, two GPUs"
+    found += goals(
+        "step_ranks.h200",
+        (f"{whole}: over no graphs", of_row("fsdp.whole", "ms", "fsdp.eager"), 0.6),
+        (f"{whole}: over graphs of forward and backward", of_row("fsdp.whole", "ms", "fsdp.graph"), 0.8),
+        (f"{whole}: GiB reserved over no graphs", of_row("fsdp.whole", "reserved_bytes", "fsdp.eager"), 1.05),
+    )
+    same = of_rows(lambda rows: float(rows["check.fsdp.adamw"]["bit_for_bit"]))
+    return found + goals("step_ranks.h200", (f"{whole}: bit for bit as in eager mode", same, 1.0), at_least=True)
+
+
+GOALS = (*_one_gpu(), *_cuda_graphs(), *_budgets(), *_offload(), *_processes(), *_whole_steps())
 
 
 def header(result: dict[str, Any]) -> dict[str, Any]:

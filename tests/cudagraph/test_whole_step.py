@@ -340,7 +340,7 @@ def test_compiled_models_are_captured_with_their_hooks(backend):
         eager_step(models[1], F.mse_loss, optimizers[1]),
     )
     run(step, expected, (ours, eager), batches(device, 12))
-    assert step.refused == step.update_refused == "" and cudagraph.stats()["replays"] >= 11
+    assert step.refused == step.update_refused == "" and cudagraph.stats()["replays"] >= 10
 
 
 @pytest.mark.gpu  # the simulator is a dispatch mode, under which Dynamo uses no compiled code
@@ -359,7 +359,8 @@ def test_compiled_code_is_what_is_captured():
     step = cudagraph.whole_step(torch.compile(ours, backend=counting), F.mse_loss, optimizer)
     for x, y in batches(device, 4):
         step(x, y)
-    assert ([calls.get() for _ in range(calls.qsize())], step.refused) == ([False, True], "")
+    # the first call compiles, and a step is recorded after one that compiles nothing
+    assert ([calls.get() for _ in range(calls.qsize())], step.refused) == ([False, False, True], "")
 
 
 @pytest.mark.gpu
