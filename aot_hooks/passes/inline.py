@@ -274,8 +274,8 @@ def _as_probabilities(bw: GraphModule, y: Node, dimension: int) -> Node:
     convert = torch.ops.prims.convert_element_type.default
     wide = y if dtype in (torch.float32, torch.float64) else call(bw.graph, convert, y, torch.float32)
     total = call(bw.graph, torch.ops.aten.sum.dim_IntList, wide, [dimension], True)
-    zero = call(bw.graph, torch.ops.aten.eq.Scalar, total, 0)
-    total = call(bw.graph, torch.ops.aten.masked_fill.Scalar, total, zero, 1.0)
+    is_zero = call(bw.graph, torch.ops.aten.eq.Scalar, total, 0)
+    total = call(bw.graph, torch.ops.aten.add.Tensor, total, is_zero)  # 1 for 0; Inductor lowers no masked_fill
     made = call(bw.graph, torch.ops.aten.div.Tensor, wide, total)
     return made if wide is y else call(bw.graph, convert, made, dtype)
 
