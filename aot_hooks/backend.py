@@ -53,6 +53,7 @@ from .passes.live_bytes import LivePoint, live_bytes
 from .passes.partition import parameters_among, parameters_of, partitioned, state_of
 from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
 from .passes.rewrite import rewrite
+from .passes.tile import Tiled, tiled
 from .passes.units import Trace, tracer
 from .planning import planner as planning
 from .planning.assignment import Assignment, fitted
@@ -277,7 +278,14 @@ def _compile_graph(
 
         if why := _why_not_stored(options, compilation, reported=live):
             return bypassed(why, compile_graph)
-        in_key = {"mode": mode, "inductor": patches, "inner": options.inner, "chunk": options.chunk, **planner.key()}
+        in_key = {
+            "mode": mode,
+            "inductor": patches,
+            "inner": options.inner,
+            "chunk": options.chunk,
+            "tile": options.tile,
+            **planner.key(),
+        }
         if compilation is not None:
             in_key["cudagraphs"] = compilation.key(gm)
         if repeats or unpacked != NOTHING:
@@ -322,7 +330,14 @@ def _program(
     """What the plan of a budget depends on; None without a budget."""
     if not is_budget(hooks.setting):
         return None
-    made_with = {"mode": mode, "inductor": patches, "inner": options.inner, "chunk": options.chunk, "check": unpacked}
+    made_with = {
+        "mode": mode,
+        "inductor": patches,
+        "inner": options.inner,
+        "chunk": options.chunk,
+        "tile": options.tile,
+        "check": unpacked,
+    }
     made_with["cudagraphs"] = bool(options.cudagraphs)
     return plan_files.program_of(gm, inputs, hooks.setting, hooks.regions, options=made_with, roots=roots())
 
@@ -468,7 +483,7 @@ def _compile(
     compilation: Compilation | None,
 ) -> _Compiled:
     """Compile by the inner compiler, with `partition`, or as stock torch does if it is None."""
-    in_chunks = partial(_in_chunks, options)
+    in_parts = partial(_in_parts, options)
     if options.inner == "aten":
         compilers = compilation.aten_compilers() if compilation is not None else None
         stored = partition is not None and aot.is_stored()
@@ -482,18 +497,18 @@ def _compile(
                 compilers,
                 compiling,
                 stored=stored,
-                without_gradients=lambda graph: add_in_place(in_chunks(graph)),
+                without_gradients=lambda graph: add_in_place(in_parts(graph)),
             )
     capture = compilation.inner_compile if compilation is not None else None
     with compilation.through_cache(gm) if compilation is not None else contextlib.nullcontext():
         if partition is not None:
             patches = _partitioned_by(partition, gm, patches)
-            return inductor.compile_with_hooks(gm, inputs, patches, compiling, capture, in_chunks)
-        name = f"aot_hooks {PACKAGE_DIGEST}, no hooks, chunk={options.chunk!r}"
+            return inductor.compile_with_hooks(gm, inputs, patches, compiling, capture, in_parts)
+        name = f"aot_hooks {PACKAGE_DIGEST}, no hooks, chunk={options.chunk!r}, tile={options.tile!r}"
         users = inductor.custom_partitioner(patches)
         mended = partial(_mended, users or aot.min_cut_partition, options)
         patches = patches | inductor.partitioned_by(mended, name, users)
-        return inductor.compile_stock(gm, inputs, patches, capture, without_gradients=in_chunks)
+        return inductor.compile_stock(gm, inputs, patches, capture, without_gradients=in_parts)
 
 
 def planning_partition(
@@ -530,9 +545,9 @@ def planning_partition(
         apart = bool(hooks.regions) and repeats_across_regions(joint.graph)
         static = tuple(kwargs.get("static_lifetime_input_indices") or ())
         nested = joint_inputs == []  # a nested compiled region
-        notes: list[Chunked] = []
+        notes: list[Chunked | Tiled] = []
         if not nested:
-            joint = _in_chunks(options, joint, notes)
+            joint = _in_parts(options, joint, notes)
         if nested and any(s.scope == "no_static" for s in hooks.settings):
             # torch doesn't say which inputs are parameters, and the graph around it decides
             static = tuple(range(len(joint.graph.find_nodes(op="placeholder"))))
@@ -600,7 +615,7 @@ def planning_partition(
             with without_collections():
                 if options.chunk:  # the user has chosen
                     fw, bw, plan = within(joint, True)
-                    plan = dataclasses.replace(plan, chunked=tuple(notes))
+                    plan = dataclasses.replace(plan, **_rows(notes))
                 else:
                     fw, bw, plan = with_chunks(setting.rule, joint, within, stock)
             plans.append(plan)
@@ -621,7 +636,7 @@ def planning_partition(
                 plan = dataclasses.replace(plan, own_peak_bytes=max(point.live_bytes for point in after))
             if live and not options.chunk and not nested:
                 notes += logits_at_peak(joint, plan.live_before)
-        plans.append(dataclasses.replace(plan, chunked=tuple(notes)))
+        plans.append(dataclasses.replace(plan, **_rows(notes)))
         if at_run_time and plan.transfers:
             decide_at_run_time(fw, bw, kwargs["num_fwd_outputs"])
         return finished(fw, bw)
@@ -632,21 +647,36 @@ def planning_partition(
 def partition_without_hooks(
     joint: GraphModule, joint_inputs: Any, *, options: Options | None = None, **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """torch's min-cut partition, mended, see passes/partition.py; of a graph in chunks, if the options say so."""
+    """torch's min-cut partition, mended, see passes/partition.py; of a graph in parts, if the options say so."""
     return _mended(aot.min_cut_partition, options or Options(), joint, joint_inputs, **kwargs)
 
 
-def _in_chunks(options: Options, gm: GraphModule, notes: list[Chunked] | None = None) -> GraphModule:
-    """`gm` with its last layer and loss in chunks, if the options say so. What was done, or why not, is noted."""
-    if not options.chunk:
-        return gm
-    gm, found = chunked(gm, None if options.chunk is True else options.chunk)
-    for each in found:
-        log.info("chunk: %s", each)
-    unused.not_chunked(found)
+def _in_parts(options: Options, gm: GraphModule, notes: list[Chunked | Tiled] | None = None) -> GraphModule:
+    """`gm` with its loss in chunks and its layers in tiles, if the options say so.
+
+    `notes`: what was done with each, or why not, is appended.
+    """
+    chunks: tuple[Chunked, ...] = ()
+    tiles: tuple[Tiled, ...] = ()
+    if options.chunk:
+        gm, chunks = chunked(gm, None if options.chunk is True else options.chunk)
+        unused.not_chunked(chunks)
+    if options.tile:
+        tokens = options.tile if type(options.tile) is int else None
+        gm, tiles = tiled(gm, tokens, again=options.tile != "backward")
+        unused.not_tiled(tiles)
+    for name, rows in (("chunk", chunks), ("tile", tiles)):
+        for each in rows:
+            log.info("%s: %s", name, each)
     if notes is not None:
-        notes += found
+        notes += [*chunks, *tiles]
     return gm
+
+
+def _rows(notes: Sequence[Chunked | Tiled]) -> dict[str, Any]:
+    """Fields of a plan."""
+    kinds = (("chunked", Chunked), ("tiled", Tiled))
+    return {name: tuple(each for each in notes if isinstance(each, kind)) for name, kind in kinds}
 
 
 def _mended(
@@ -657,7 +687,7 @@ def _mended(
     **kwargs: Any,
 ) -> tuple[GraphModule, GraphModule]:
     if joint_inputs != []:  # no nested compiled region
-        joint = _in_chunks(options, joint)
+        joint = _in_parts(options, joint)
     return finished(*partitioned(joint, lambda: partition(joint, joint_inputs, **kwargs), kwargs["num_fwd_outputs"]))
 
 
@@ -675,7 +705,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     again = aot.recomputing_pointwise(options.recompute_pointwise and not isinstance(rule, Budget))
     with again, autograd.covered_hooks(), without_autograd_cache():
         if options.inner == "aten":
-            aot.compile_graph(gm, inputs, partition, without_gradients=partial(_in_chunks, options))
+            aot.compile_graph(gm, inputs, partition, without_gradients=partial(_in_parts, options))
         else:
             inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, dict(options.inductor or {})))
     return plans, rule if isinstance(rule, Assignment) else None

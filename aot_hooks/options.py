@@ -27,6 +27,9 @@ class Options:
     inductor: Mapping[str, Any] | None = None  # config patches
     recompute_pointwise: bool = False  # also what a product of the backward reads, see docs/hooks.md
     chunk: bool | int = False  # the last layer and its loss in chunks of tokens, see docs/chunk.md; or how many tokens
+    tile: bool | int | str = (
+        False  # parts of layers in tiles of tokens, see docs/tile.md; or how many tokens, or "backward"
+    )
     check: bool | float = False  # compare the first step's gradients with those without hooks; or the limit of that
 
     @classmethod
@@ -55,6 +58,11 @@ class Options:
             raise OptionError(
                 "options['chunk'] must be True, False, or the number of tokens that a chunk has at most, "
                 f"got {parsed.chunk!r}"
+            )
+        if not _is_count(parsed.tile) and parsed.tile != "backward":
+            raise OptionError(
+                "options['tile'] must be True, False, the number of tokens that a tile has at most, or 'backward' for "
+                f"tiles of the backward alone, got {parsed.tile!r}"
             )
         check_limit(parsed.check)
         cudagraphs.capture_options(parsed.inner, parsed.cudagraphs)

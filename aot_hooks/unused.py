@@ -5,6 +5,7 @@
       an eager operator saves, a context ends --context_left-->       no tensor was saved, or a budget had no graph
       AOTAutograd traces a pair of ours       --traced-->             another backend compiles the function
       a last layer can't be computed in chunks --not_chunked-->       its logits stay whole
+      no part can be computed in tiles         --not_tiled-->         its wide values stay whole
       a graph is compiled under a checkpoint  --checkpointed-->       the checkpoint's own hooks are the innermost
 
 If its graphs packed something, a step pays for a counter in eager parts, and a set lookup when a context ends.
@@ -26,6 +27,7 @@ from .errors import TORCH, UnusedWarning, warn_user
 from .hook import KEEP
 from .passes.chunk import Chunked
 from .passes.plan import Decision, Plan
+from .passes.tile import Tiled
 from .policies import ByKey, key_text, keys_in
 from .settings.setting import Setting
 from .steps.schedule import DECIDED_LATER
@@ -258,6 +260,14 @@ def not_chunked(found: Sequence[Chunked]) -> None:
         return
     for each in found:
         _warn((each.layer, "chunk"), f"options['chunk']: {each}")
+
+
+def not_tiled(found: Sequence[Tiled]) -> None:
+    """Warn of parts that `options["tile"]` leaves as they are, unless another of the graph is in tiles."""
+    if any(each.done for each in found):
+        return
+    for each in found:
+        _warn((each.part, "tile"), f"options['tile']: {each}")
 
 
 def _warn(about: tuple[str, str], message: str) -> None:

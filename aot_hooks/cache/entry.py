@@ -105,8 +105,8 @@ def _without_rows(plan: Plan) -> Plan:
         return tuple(dataclasses.replace(point, module_path="", source_line="") for point in points)
 
     before, after = nameless(plan.live_before), nameless(plan.live_after)
-    chunked = tuple(dataclasses.replace(row, place="") for row in plan.chunked)
-    return dataclasses.replace(plan, decisions=(), live_before=before, live_after=after, chunked=chunked)
+    chunked, tiled = (tuple(dataclasses.replace(row, place="") for row in rows) for rows in (plan.chunked, plan.tiled))
+    return dataclasses.replace(plan, decisions=(), live_before=before, live_after=after, chunked=chunked, tiled=tiled)
 
 
 def _first_positions(values: Iterable[Any]) -> dict[Any, int]:

@@ -398,8 +398,6 @@ def _sum(node: Node, known: Mapping[Node, Rows]) -> Step | None:
     ndim = len(shape_of(source))
     flat = [rows.first, *(d for d in (rows.moved(d, ndim) for d in dims) if d is not None)]
     keep = bool(argument_called("keepdim", node)) if str(node.target) != "aten.sum.default" else False
-    if keep and rows.count > 1:
-        return None
     dtype = node.meta["val"].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     return Step(

@@ -46,7 +46,7 @@ _TOKENS = {"cpu": 256, "cuda": 2048}
 _MOST_CHUNKS = 32
 # Bytes of the logits in float32. Below, a graph is smaller without chunks, and nothing else of its step is.
 _LEAST_BYTES = 16 << 20
-_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 _EXPONENTIALS = ("aten._log_softmax.default", "aten._softmax.default", "aten.logsumexp.default", "aten.exp.default")
 
 
@@ -219,7 +219,7 @@ def _of_its_size(seed: Node) -> set[Node]:
     while stack:
         for user in stack.pop().users:
             big = is_tensor(user) and hint(user.meta["val"].numel()) >= size
-            if big and user not in found and target_name(user) not in _PRODUCTS:
+            if big and user not in found and target_name(user) not in PRODUCTS:
                 found.add(user)
                 stack.append(user)
     return found
@@ -238,11 +238,11 @@ def _has_loss(seed: Node) -> bool:
     exponentials = [node for node in found | readers if target_name(node) == _EXPONENTIALS[-1]]
     if any(map(_is_summed, exponentials)):
         return True
-    products = {node for node in readers if target_name(node) in _PRODUCTS}
+    products = {node for node in readers if target_name(node) in PRODUCTS}
     if not exponentials or not products:
         return bool(exponentials)
     tangents = filter(aot.is_tangent, seed.graph.find_nodes(op="placeholder"))
-    return products <= _depends_on(seed.graph.nodes, tangents)
+    return products <= depends_on(seed.graph.nodes, tangents)
 
 
 def _is_summed(exponential: Node) -> bool:
@@ -252,7 +252,7 @@ def _is_summed(exponential: Node) -> bool:
         for user in stack.pop().users:
             if target_name(user) in ("aten.sum.dim_IntList", "aten.sum.default"):
                 return True
-            if user not in seen and target_name(user) not in _PRODUCTS and is_linear(user, seen.__contains__):
+            if user not in seen and target_name(user) not in PRODUCTS and is_linear(user, seen.__contains__):
                 seen.add(user)
                 stack.append(user)
     return False
@@ -265,13 +265,13 @@ def _text(node: Node) -> str:
 
 def _layers(gm: GraphModule, tokens: int | None) -> list[Node]:
     """Products of the forward with more columns than they have terms, largest first: where logits may come from."""
-    of_tangents = _depends_on(gm.graph.nodes, filter(aot.is_tangent, gm.graph.find_nodes(op="placeholder")))
+    of_tangents = depends_on(gm.graph.nodes, filter(aot.is_tangent, gm.graph.find_nodes(op="placeholder")))
     found = []
     for node in gm.graph.nodes:
-        if target_name(node) not in _PRODUCTS or node in of_tangents or not is_tensor(node):
+        if target_name(node) not in PRODUCTS or node in of_tangents or not is_tensor(node):
             continue
         (count, words), terms = shape_of(node), shape_of(node.args[-2])[1]
-        if not isinstance(words, int) or not isinstance(terms, int) or words <= 2 * terms or node.meta.get(_IN_CHUNK):
+        if not isinstance(words, int) or not isinstance(terms, int) or words <= 2 * terms or node.meta.get(IN_CHUNK):
             continue
         large = 4 * hint(count) * words >= _LEAST_BYTES if tokens is None else hint(count) > tokens
         if large and node.meta["val"].is_floating_point():
@@ -279,10 +279,10 @@ def _layers(gm: GraphModule, tokens: int | None) -> list[Node]:
     return sorted(found, key=lambda node: -tensor_bytes(node.meta["val"]))
 
 
-_IN_CHUNK = "aot_hooks_chunk"
+IN_CHUNK = "aot_hooks_chunk"
 
 
-def _depends_on(nodes: Iterable[Node], start: Iterable[Node]) -> set[Node]:
+def depends_on(nodes: Iterable[Node], start: Iterable[Node]) -> set[Node]:
     """`start`, and all of `nodes`, which are in order, that are computed from it."""
     found = set(start)
     for node in nodes:
@@ -295,18 +295,18 @@ def _chunk_one(gm: GraphModule, seed: Node, tokens: int | None, finer: int, *, s
     """Chunk the layer `seed` of `gm`, in place."""
     region = _region(gm, seed, sliced=sliced)
     nodes = list(gm.graph.nodes)
-    tangents = _depends_on(nodes, filter(aot.is_tangent, gm.graph.find_nodes(op="placeholder")))
-    after = _depends_on(nodes, region.outputs) - region.steps.keys()  # what is computed from results of the loop
+    tangents = depends_on(nodes, filter(aot.is_tangent, gm.graph.find_nodes(op="placeholder")))
+    after = depends_on(nodes, region.outputs) - region.steps.keys()  # what is computed from results of the loop
     gradients = [n for n in region.steps if n in tangents]
     rows = hint(region.token_count())
     count = _chunks(seed, rows, tokens, finer)
-    names = {n.name for n in region.steps if target_name(n) in _PRODUCTS}
+    names = {n.name for n in region.steps if target_name(n) in PRODUCTS}
     loop = Loop(gm, region.steps, seed, count, region.kept)
     forward = [n for n in region.outputs if n not in tangents]
     backward = [n for n in region.outputs if n in tangents]
     if late := region.inputs(_needed(region, forward)) & (after | tangents):
         raise _NotChunked(f"the loss of a token needs results of others ({_name(min(late, key=nodes.index))})")
-    if late := region.inputs(gradients) & (_depends_on(nodes, backward) - region.steps.keys()):
+    if late := region.inputs(gradients) & (depends_on(nodes, backward) - region.steps.keys()):
         raise _NotChunked(f"its gradients need results of themselves ({_name(min(late, key=nodes.index))})")
     if not backward:
         loss = write_chunks(loop, _needed(region, forward), forward)
@@ -321,20 +321,20 @@ def _chunk_one(gm: GraphModule, seed: Node, tokens: int | None, finer: int, *, s
         how = f"{count} chunks, gradients in the forward"
     for node, result in loss.items():
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in region.steps)
-    _erase(gm, nodes)
+    erase_unread(gm, nodes)
     try:
         place_in_order(gm)
     except ValueError as e:
         raise _NotChunked(f"its parts need each other's results ({e})") from e
     for node in gm.graph.nodes:
-        if target_name(node) in _PRODUCTS and node.name not in {n.name for n in nodes}:
-            node.meta[_IN_CHUNK] = True
+        if target_name(node) in PRODUCTS and node.name not in {n.name for n in nodes}:
+            node.meta[IN_CHUNK] = True
     gm.graph.lint()
     gm.recompile()
     return _Made(how, names, count, rows - rows // count * (count - 1))
 
 
-def _erase(gm: GraphModule, nodes: Iterable[Node]) -> None:
+def erase_unread(gm: GraphModule, nodes: Iterable[Node]) -> None:
     """Erase those of `nodes`, which are in order, that had readers and have none any more."""
     for node in reversed(list(nodes)):
         if node.op == "call_function" and not node.users and not node.is_impure():
@@ -370,7 +370,7 @@ def _region(gm: GraphModule, seed: Node, *, sliced: bool) -> _Region:
         if any(user.op == "output" for n in inside if is_big(n) for user in n.users):
             raise _NotChunked(_LOSS_OUTSIDE)
         raise _NotChunked(_why_alone(nodes, seed, inside, is_big))
-    from_seed = _depends_on(nodes, [seed])
+    from_seed = depends_on(nodes, [seed])
     outputs = []
     for node in inside:
         readers = [user for user in node.users if user not in inside]
@@ -413,7 +413,7 @@ def _why_alone(nodes: list[Node], seed: Node, inside: Mapping[Node, Step], is_bi
     """Why no loss is found behind `seed`; "" if there is none, as behind most layers."""
     behind = {seed}
     for node in nodes:
-        if target_name(node) not in _PRODUCTS and not behind.isdisjoint(node.all_input_nodes) and node.op != "output":
+        if target_name(node) not in PRODUCTS and not behind.isdisjoint(node.all_input_nodes) and node.op != "output":
             behind.add(node)
     if not any(target_name(n) in _EXPONENTIALS and is_big(n) for n in behind):
         return ""
@@ -445,7 +445,7 @@ def _rowwise(nodes: list[Node], seed: Node, is_big: Any, *, sliced: bool) -> tup
         raise _NotChunked("its weight has tokens too")
     steps = {seed: first}
     ends: set[Node] = set()  # products that take the logits' size away: what reads them is outside
-    from_seed = _depends_on(nodes, [seed])
+    from_seed = depends_on(nodes, [seed])
 
     def adopt(step: Step) -> bool:
         """Take in what `step` reads that has the size of logits but is not made of them: a teacher's logits."""
@@ -472,7 +472,7 @@ def _rowwise(nodes: list[Node], seed: Node, is_big: Any, *, sliced: bool) -> tup
             steps[node] = step
             if step.out is not None:
                 rows[node] = step.out
-                if target_name(node) in _PRODUCTS and not is_big(node):
+                if target_name(node) in PRODUCTS and not is_big(node):
                     ends.add(node)
     return steps, rows
 

@@ -127,12 +127,14 @@ class _Written:
     Attributes:
         wide: gradients are made before their scale is known, and stay in float32 until then.
         stand_ins: nodes outside of the region that stand for others in the loop.
+        waits_for_inputs: each input of a chunk waits for the chunk before it.
         rows, sums: results so far.
     """
 
     loop: Loop
     wide: Collection[Node]
     stand_ins: Mapping[Node, Node]
+    waits_for_inputs: bool
     rows: dict[Node, list[Node]] = field(default_factory=dict)
     sums: dict[Node, Node] = field(default_factory=dict)
     cuts: dict[tuple[Node, Read], list[Node]] = field(default_factory=dict)
@@ -145,6 +147,7 @@ def write_chunks(
     outputs: Sequence[Node],
     *,
     waits_for: Node | None = None,
+    waits_for_inputs: bool = False,
     scale: tuple[Node, tuple[Node, ...]] | None = None,
     scaled: Collection[Node] = (),
 ) -> dict[Node, Node]:
@@ -152,11 +155,12 @@ def write_chunks(
 
     Args:
         waits_for: a tensor that the loop must not start before.
+        waits_for_inputs: a chunk waits for the one before it wherever it reads an input, not in products alone.
         scale: a number that multiplies the outputs `scaled`, and the nodes by which the region reads it. The loop is
             written as if it were 1.
     """
     stand_ins = {} if scale is None else _with_one(loop, *scale)
-    written = _Written(loop, scaled if scale is not None else (), stand_ins)
+    written = _Written(loop, scaled if scale is not None else (), stand_ins, waits_for_inputs)
     done = [] if waits_for is None else [waits_for]
     for i in range(loop.count):
         done = _chunk(written, nodes, outputs, i, done)
@@ -197,7 +201,7 @@ def _chunk(written: _Written, nodes: Sequence[Node], outputs: Sequence[Node], i:
         if step.out is None and node in outputs:
             _add_to_sum(written, node, step, env, lambda n, step=step: input_of(n, step))
             continue
-        first = str(node.target) in _PRODUCTS and done
+        first = done and (written.waits_for_inputs or str(node.target) in _PRODUCTS)
 
         def get(values: Any, step: Step = step, first: Any = first) -> Any:
             def one(n: Node) -> Node:
@@ -380,8 +384,8 @@ def _joined(written: _Written, node: Node, scale: Node | None) -> Node:
     joined = _finished(loop, joined, number, dtype)
     if rows is not None:
         joined = loop.restored(joined, rows)
-    if rows is not None and rows.count > 1:
-        shape = shape_of(node)
+    shape = shape_of(node)
+    if len(shape_of(joined)) != len(shape):  # the tokens are in several dimensions
         joined = loop.add(_aten.reshape.default, joined, [_size(loop, s) for s in shape])
     joined.meta.update({k: v for k, v in node.meta.items() if k not in ("val", "recompute", MADE_EARLY)})
     return joined

@@ -118,6 +118,8 @@ class Plan:
         in_step: what is alive beside the graph in a step of many calls; None if it was planned as the whole step.
         recipe: of a budget's plan: what it chose, so that it is made again without a search, see planning/recipe.py.
         chunked: for each last layer, how it is computed in chunks of tokens, or why not; see passes/chunk.py.
+        tiled: for each part of a layer that treats tokens alike, how it is computed in tiles, or why not; see
+            passes/tile.py.
     """
 
     decisions: tuple[Decision, ...]
@@ -130,6 +132,7 @@ class Plan:
     in_step: InStep | None = field(default=None, compare=False, repr=False)
     recipe: Any = field(default=None, compare=False, repr=False)
     chunked: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    tiled: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -184,6 +187,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
         own_peak_bytes=max((at + p.own_peak_bytes for at, p in zip(held, plans, strict=True)), default=0),
         in_step=step,
         chunked=tuple(each for p in plans for each in p.chunked),
+        tiled=tuple(each for p in plans for each in p.tiled),
     )
 
 

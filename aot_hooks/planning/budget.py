@@ -13,8 +13,8 @@ from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
 from ..settings.byte_sizes import bytes_of, shown
 
-ALLOWED = ("recompute", "chunk", "lossless", "offload", "float8", "int8", "int4")
-EXACT = ("recompute", "chunk", "lossless", "offload")  # of these
+ALLOWED = ("recompute", "chunk", "tile", "lossless", "offload", "float8", "int8", "int4")
+EXACT = ("recompute", "chunk", "tile", "lossless", "offload")  # of these
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,7 +86,8 @@ def budget(
     """A policy: the fastest step found that takes at most `peak` bytes, as predicted.
 
     For each saved tensor one of these is chosen: keep it, compute it again in the backward, store it exactly in fewer
-    bytes, round it, or send it to the host. The last layer and its loss may be computed in chunks of tokens.
+    bytes, round it, or send it to the host. The last layer and its loss may be computed in chunks of tokens, and
+    wide parts of layers in tiles of tokens.
 
     Args:
         peak: the most bytes of the step, over what is allocated before it: a number, "24GiB", "500MB", or "fit". Less

@@ -1,11 +1,13 @@
-"""The loss in chunks as a means of a budget: the joint graph is planned with whole logits and with chunks of them.
+"""Chunks and tiles of tokens as means of a budget: the joint graph is planned as it is, and in parts.
 
-      joint ----------------------> within the budget --+
-        |                                               +--> the faster one, or the one with the lower peak
-        '--chunked(finer=1, 4)----> within the budget --+
+      joint --------------------------> within the budget --+
+        |                                                   |
+        |--chunked(finer=1, 4)--------> within the budget --+--> the fastest one, or the one with the lowest peak
+        |                                                   |
+        '--tiled(...) of the above----> within the budget --+
 
-Chunks are exact: the same sums in another order. A step that fits as it is stays as it is. Peaks and times of both are
-predicted in the same way. Times are over that of the step without hooks and chunks.
+Both are exact: the same sums in another order. A step that fits as it is stays as it is. Peaks and times of all are
+predicted in the same way. Times are over that of the step without hooks, chunks and tiles.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch.fx import GraphModule
 
@@ -23,18 +25,22 @@ from ..hook import KEEP
 from ..passes.chunk import Chunked, chunked, with_peak
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Plan
+from ..passes.tile import Tiled, tiled
 from .assignment import Assignment
-from .recipe import Refused, warn_of_refused
+from .recipe import Recipe, Refused, warn_of_refused
 from .trials import Planned
 
 log = logging.getLogger("aot_hooks")
-CHUNK = "chunk"  # the name of the means in `allow`
+CHUNK, TILE = "chunk", "tile"  # the names of the means in `allow`
 
 # Chunks of the size that `options["chunk"]` chooses, and chunks of a quarter of it. The second ones are planned if the
 # first ones need other means beside them.
 _FINER = (1, 4)
-# Chunks are planned if they lower the peak of the step without hooks to this share of it, or further. Planning a graph
-# with chunks takes as long as planning it without.
+# Ways to have layers in tiles, by their names in recipes, with the arguments of `tiled`. The first one computes nothing
+# again. Each is planned if those before it need other means beside them.
+_TILES: dict[str, dict[str, Any]] = {"backward": {"again": False}, "again": {}, "again, finer": {"finer": 4}}
+# Chunks and tiles are planned if they lower the peak of the step without hooks to this share of it, or further.
+# Planning a graph with them takes as long as planning it without.
 _LOWER = 0.98
 # The share of the time, or of the peak, by which one plan must beat another: predictions differ by more than that from
 # one partition to another.
@@ -47,58 +53,101 @@ class Within(Protocol):
     def __call__(self, gm: GraphModule, lenient: bool, follows: bool | None = None) -> Planned: ...
 
 
-class _Tightest(NamedTuple):
-    """The joint graph whose step without hooks has the lowest peak, with how fine its chunks are, and their rows."""
+class _Form(NamedTuple):
+    """A joint graph in chunks and tiles, as a recipe names them, with a row for each last layer and each part."""
 
     gm: GraphModule
-    finer: int
-    rows: tuple[Chunked, ...]
+    finer: int = 0
+    tiles: str = ""
+    chunks: tuple[Chunked, ...] = ()
+    parts: tuple[Tiled, ...] = ()
+
+    def chunked(self, finer: int) -> _Form:
+        gm, rows = chunked(self.gm, None, finer=finer)
+        return self._replace(gm=gm, finer=0 if gm is self.gm else finer, chunks=rows)
+
+    def tiled(self, how: str) -> _Form:
+        if how not in _TILES:
+            raise Refused(f"it has tiles of an unknown kind, {how!r}")
+        gm, rows = tiled(self.gm, None, **_TILES[how])
+        return self._replace(gm=gm, tiles="" if gm is self.gm else how, parts=rows)
 
 
 @dataclass
 class _Search:
-    """Plans of one joint graph, without chunks and with them.
+    """Plans of one joint graph, as it is and in chunks and tiles.
 
     Attributes:
-        rows: of the plan that is taken: what was done with each last layer.
+        within: plans a joint graph.
+        stock: the live bytes of a joint graph without hooks.
+        tightest: the form whose step without hooks has the lowest peak, `lowest` bytes.
+        best, taken: the best plan so far, and its form.
+        chunks, parts: what is known of last layers and parts that the best plan has not in chunks or tiles.
     """
 
     budget: Assignment
-    joint: GraphModule
     within: Within
-    tightest: _Tightest
-    rows: tuple[Chunked, ...] = ()
+    stock: Callable[[GraphModule], Sequence[LivePoint]]
+    tightest: _Form
+    lowest: int
+    taken: _Form
+    best: Planned | None = None
+    whole: Planned | None = None
+    chunks: tuple[Chunked, ...] = ()
+    parts: tuple[Tiled, ...] = ()
     errors: list[BudgetError] = field(default_factory=list)
 
-    def tried(self, gm: GraphModule, finer: int = 0) -> Planned | None:
+    def tried(self, form: _Form) -> Planned | None:
         try:
-            return _with_finer(self.within(gm, False, follows=False), finer)
+            return _with_form(self.within(form.gm, False, follows=False), form)
         except BudgetError as e:
             self.errors.append(e)
             return None
 
-    def best(self, whole: Planned | None, stock: Callable[[GraphModule], Sequence[LivePoint]]) -> Planned | None:
-        """`whole`, the plan without chunks, or a better one with them; None if nothing fits."""
-        best, lowest = whole, _peak(stock(self.joint))
-        for finer in _FINER:
-            gm, found = chunked(self.joint, None, finer=finer)
-            self.rows = self.rows or found
-            if not any(each.done for each in found) or (peak := _peak(stock(gm))) > _LOWER * lowest:
-                break
-            lowest, self.tightest = peak, _Tightest(gm, finer, found)
-            one = self.tried(gm, finer)
-            if one is None or not _is_in_time(self.budget, one.plan, whole):
-                continue
-            if best is None or _is_better(self.budget, one.plan, best.plan):
-                best, self.rows = one, found
-            if all(d.hook is KEEP for d in one.plan.decisions):
-                break
-        if best is None and self.budget.lenient:
-            gm, finer, rows = self.tightest
-            best, self.rows = _with_finer(self.within(gm, True, follows=False), finer), rows or self.rows
-        if best is not None and (best is whole or not best.plan.recipe.finer):
-            self.rows = tuple(row.left("the step is predicted to be better with whole logits") for row in self.rows)
-        return best
+    def lowers(self, form: _Form) -> bool:
+        """Whether the step without hooks has a lower peak in this form. If so, the form is the tightest."""
+        peak = _peak(self.stock(form.gm))
+        if peak > _LOWER * self.lowest:
+            return False
+        self.lowest, self.tightest = peak, form
+        return True
+
+    def needs_no_other_means(self, form: _Form) -> bool:
+        """Take the plan of this form if it is better. Returns whether it has no hooks: then no finer one is tried."""
+        one = self.tried(form)
+        if one is None or not _is_in_time(self.budget, one.plan, self.whole):
+            return False
+        if self.best is None or _is_better(self.budget, one.plan, self.best.plan):
+            self.best, self.taken = one, form
+        return all(d.hook is KEEP for d in one.plan.decisions)
+
+    def search(self, joint: _Form) -> None:
+        if CHUNK in self.budget.allow:
+            for finer in _FINER:
+                form = joint.chunked(finer)
+                self.chunks = self.chunks or form.chunks
+                if not form.finer or not self.lowers(form) or self.needs_no_other_means(form):
+                    break
+        if TILE in self.budget.allow:
+            base = self.tightest
+            for how in _TILES:
+                form = base.tiled(how)
+                if not self.parts or not any(row.done for row in form.parts):
+                    self.parts = form.parts
+                if not form.parts or (form.tiles and self.lowers(form) and self.needs_no_other_means(form)):
+                    break
+        if self.best is None and self.budget.lenient:
+            form = self.tightest
+            self.best, self.taken = _with_form(self.within(form.gm, True, follows=False), form), form
+
+    def rows(self) -> tuple[tuple[Chunked, ...], tuple[Tiled, ...]]:
+        """What was done with last layers and parts in the best plan; without one, in those that did not fit."""
+        if self.best is None:
+            return self.chunks, self.parts
+        why = "the step is predicted to be better"
+        chunks = self.taken.chunks or tuple(row.left(f"{why} with whole logits") for row in self.chunks)
+        parts = self.taken.parts or tuple(row.left(f"{why} without tiles") for row in self.parts)
+        return chunks, parts
 
 
 def with_chunks(
@@ -107,57 +156,68 @@ def with_chunks(
     within: Within,
     stock: Callable[[GraphModule], Sequence[LivePoint]],
 ) -> Planned:
-    """The plan of `joint`, or of `joint` with its loss in chunks if that is better.
+    """The plan of `joint`, or of `joint` with its loss in chunks and its layers in tiles if that is better.
 
-    The plan has a row for each loss that is in chunks, and for each one whose logits hold the peak.
+    The plan has a row for each loss that is in chunks, for each one whose logits hold the peak, and, if tiles were
+    tried, for each part of a layer.
 
     Args:
         within: plans a joint graph.
         stock: the live bytes of a joint graph without hooks.
     """
-    if CHUNK not in budget.allow:
+    if not {CHUNK, TILE} & {*budget.allow}:
         return within(joint, True)
-    top = max(stock(joint), key=lambda point: point.live_bytes, default=None)  # and merges what repeats in `joint`
+    points = stock(joint)  # and merges what repeats in `joint`
+    top = max(points, key=lambda point: point.live_bytes, default=None)
     peak_node = "" if top is None else top.node
     if budget.recipe is not None:
         try:
-            return _as_before(budget.recipe.finer, joint, within, peak_node)
+            return _as_before(budget.recipe, joint, within, peak_node)
         except Refused as e:
             warn_of_refused(budget, e)
-    search = _Search(budget, joint, within, _Tightest(joint, 0, ()))
-    whole = search.tried(joint)
+    form = _Form(joint)
+    search = _Search(budget, within, stock, form, _peak(points), form)
+    search.best = search.whole = whole = search.tried(form)
     if whole is not None and _fits_as_it_is(budget, whole.plan):
         return whole
-    best = search.best(whole, stock)
-    rows = with_peak(joint, search.rows, peak_node)
-    rows = tuple(row for row in rows if row.done or row.holds_peak)
-    if best is None:
+    search.search(form)
+    chunks, parts = search.rows()
+    chunks = tuple(row for row in with_peak(joint, chunks, peak_node) if row.done or row.holds_peak)
+    if search.best is None:
         error = min(search.errors, key=lambda e: e.least_bytes or math.inf)
-        if not rows:
+        alone = tuple(row for row in parts if not row.done)
+        if not chunks and not alone:
             raise error
-        raise _with_rows(error, rows) from None
-    for row in rows:
-        log.info("%r: %s", budget, row)
-    return best._replace(plan=replace(best.plan, chunked=rows))
+        raise _with_rows(error, chunks, alone) from None
+    for line in dict.fromkeys(map(str, (*chunks, *parts))):
+        log.info("%r: %s", budget, line)
+    return search.best._replace(plan=replace(search.best.plan, chunked=chunks, tiled=parts))
 
 
-def _as_before(finer: int, joint: GraphModule, within: Within, peak_node: str) -> Planned:
-    """The plan of a recipe, whose chunks are that fine. Raises `Refused` if it can't be followed."""
-    gm, rows = chunked(joint, None, finer=finer) if finer else (joint, ())
-    found = _with_finer(within(gm, True, follows=True), finer)
-    rows = with_peak(joint, [row for row in rows if row.done], peak_node)
-    return found._replace(plan=replace(found.plan, chunked=rows))
+def _as_before(recipe: Recipe, joint: GraphModule, within: Within, peak_node: str) -> Planned:
+    """The plan of a recipe, in the chunks and tiles that it names. Raises `Refused` if it can't be followed."""
+    form = _Form(joint)
+    form = form.chunked(recipe.finer) if recipe.finer else form
+    form = form.tiled(recipe.tiles) if recipe.tiles else form
+    found = _with_form(within(form.gm, True, follows=True), form)
+    chunks = with_peak(joint, [row for row in form.chunks if row.done], peak_node)
+    return found._replace(plan=replace(found.plan, chunked=chunks, tiled=form.parts))
 
 
-def _with_finer(planned: Planned, finer: int) -> Planned:
+def _with_form(planned: Planned, form: _Form) -> Planned:
     recipe = planned.plan.recipe
     if recipe is None:
         return planned
-    return planned._replace(plan=replace(planned.plan, recipe=replace(recipe, finer=finer)))
+    named = replace(recipe, finer=form.finer, tiles=form.tiles)
+    return planned._replace(plan=replace(planned.plan, recipe=named))
 
 
-def _with_rows(error: BudgetError, rows: Sequence[Chunked]) -> BudgetError:
-    found = BudgetError(f"{error}. The last layer and its loss: {'; '.join(map(str, rows))}")
+def _with_rows(error: BudgetError, chunks: Sequence[Chunked], parts: Sequence[Tiled]) -> BudgetError:
+    text = str(error)
+    for title, rows in (("The last layer and its loss", chunks), ("Parts of layers", parts)):
+        if rows:
+            text += f". {title}: {'; '.join(dict.fromkeys(map(str, rows)))}"
+    found = BudgetError(text)
     found.least_bytes = error.least_bytes
     return found
 
@@ -172,7 +232,7 @@ def _is_for_lowest(budget: Assignment) -> bool:
 
 
 def _fits_as_it_is(budget: Assignment, plan: Plan) -> bool:
-    """Whether `plan`, which has no chunks, costs nothing: no time, and no rounding."""
+    """Whether `plan`, which has neither chunks nor tiles, costs nothing: no time, and no rounding."""
     return not _is_for_lowest(budget) and not _ratio(plan) > 1 + _GAIN and not _rounded_bytes(plan)
 
 

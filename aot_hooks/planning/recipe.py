@@ -49,6 +49,7 @@ class Recipe:
         apart: how many calls of the step hold the least, if not all are alike.
         drops_others: outputs beside the loss count as dropped before the backward.
         finer: the loss is in chunks of the usual size divided by this, see chunks.py; 0 if it is not in chunks.
+        tiles: how layers are in tiles, see chunks.py; "" if they are not.
     """
 
     partition: tuple[Pick, ...] = ()
@@ -58,6 +59,7 @@ class Recipe:
     apart: Apart | None = None
     drops_others: bool = False
     finer: int = 0
+    tiles: str = ""
 
     def as_data(self) -> dict[str, Any]:
         """For JSON."""
@@ -70,6 +72,7 @@ class Recipe:
             "apart": apart,
             "drops_others": self.drops_others,
             "finer": self.finer,
+            "tiles": self.tiles,
         }
 
     @staticmethod
@@ -87,6 +90,7 @@ class Recipe:
             apart,
             bool(data["drops_others"]),
             int(data["finer"]),
+            str(data["tiles"]),
         )
 
 

@@ -80,13 +80,15 @@ class Frontier:
 
 
 def _means(of: Plan) -> str:
-    """The share of saved bytes by hook: "keep 40%, recompute 35%, float8(...) 25%"; "loss in 8 chunks" before it."""
+    """The share of saved bytes by hook: "keep 40%, float8(...) 60%"; before it chunks and tiles, "loss in 8 chunks"."""
     shares: dict[str, int] = defaultdict(int)
     for decision in of.decisions:
         shares["keep" if decision.hook == KEEP else decision.hook.name] += decision.saved_bytes
     total = sum(shares.values()) or 1
     found = sorted(shares.items(), key=lambda item: -item[1])
     chunks = [f"loss in {row.count} chunks" for row in of.chunked if row.done]
+    tiles = max((row.count for row in of.tiled if row.done), default=0)
+    chunks += [f"layers in {tiles} tiles"] if tiles else []
     return ", ".join([*chunks, *(f"{name} {100 * nbytes / total:.0f}%" for name, nbytes in found if nbytes)])
 
 

@@ -151,6 +151,7 @@ def format_report(
         *_peak_lines(plan, size, unit),
         *_measured_lines(plan, measured_peak_bytes, measured_optimizer_bytes, size, unit),
         *map(_cut, _chunk_lines(plan, size, unit)),
+        *map(_cut, _tile_lines(plan, size, unit)),
         *map(_cut, _transfer_lines(plan.transfers, size, unit)),
         "",
         f"{f'saved_{unit}':>10} {f'packed_{unit}':>11} {'tensors':>8}  what, where / how and why",
@@ -261,6 +262,20 @@ def _chunk_lines(plan: Plan, size: int, unit: str) -> list[str]:
     return lines
 
 
+def _tile_lines(plan: Plan, size: int, unit: str) -> list[str]:
+    """One line for each kind of part that is computed in tiles of tokens, and two for each that is not."""
+    lines = []
+    for row, times in Counter(plan.tiled).items():
+        layers = f"{times} parts" if times > 1 else "a part"
+        whole, tile = (f"{_number(nbytes, size)} {unit}" for nbytes in (row.working_bytes, row.tile_bytes))
+        if row.done:
+            lines.append(f"{layers} in {row.how}: {row.tokens} tokens and {tile} of {whole} at a time  {row.part}")
+            continue
+        lines.append(f"{layers} of a layer not in tiles  {row.part}")
+        lines.append(f"  {row.how}")
+    return lines
+
+
 def _transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list[str]:
     """What `offload` sends, when, and why the rest stays; none without such a hook. `size` bytes are one `unit`.
 
@@ -346,6 +361,7 @@ def as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
         "rows": [_decision_as_data(d) for d in plan.decisions],
         "transfers": _transfers_as_data(plan.transfers),
         "chunked": [_chunked_as_data(row) for row in plan.chunked],
+        "tiled": [_tiled_as_data(row) for row in plan.tiled],
         **{f"live_{k}": [vars(p).copy() for p in v] for k, v in points.items()},
     }
 
@@ -365,6 +381,10 @@ def _decision_as_data(d: Decision) -> dict[str, Any]:
 
 def _chunked_as_data(row: Any) -> dict[str, Any]:
     return {"layer": row.layer} | {k: v for k, v in asdict(row).items() if k not in ("node", "logits", "place")}
+
+
+def _tiled_as_data(row: Any) -> dict[str, Any]:
+    return {"part": row.part} | {k: v for k, v in asdict(row).items() if k not in ("node", "wide", "place")}
 
 
 def _transfers_as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
