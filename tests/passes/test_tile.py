@@ -95,8 +95,7 @@ def test_random_joint_graphs_are_right_in_tiles(first: int, count: int, again: b
     assert sum(o.tiled for o in outcomes) >= count // 2
 
 
-@pytest.mark.parametrize("inner", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_wide_values_of_one_tile_are_alive(inner: str, tmp_path: Path) -> None:
+def test_wide_values_of_one_tile_are_alive(tmp_path: Path) -> None:
     """Two layers need less than with checkpoints around each, whose backward has all wide values of one layer."""
     count = 2048
     module, x = Model(2), example(count)
@@ -109,7 +108,7 @@ def test_wide_values_of_one_tile_are_alive(inner: str, tmp_path: Path) -> None:
                 x = checkpoint(layer, x, use_reentrant=False) if name == "checkpoint" else layer(x)
             return x.square().mean()
 
-        run = compiled(program, 256 if name == "tile" else False, inner=inner, policy=aot_hooks.KEEP)
+        run = compiled(program, 256 if name == "tile" else False, policy=aot_hooks.KEEP)
         run(x).backward()
         found[name] = [p.grad for p in module.parameters()]
         module.zero_grad()
@@ -121,6 +120,22 @@ def test_wide_values_of_one_tile_are_alive(inner: str, tmp_path: Path) -> None:
         module.zero_grad()
         assert_close(found[name], found["whole"])
     assert peaks["tile"] <= 0.5 * peaks["whole"] and peaks["tile"] <= 0.75 * peaks["checkpoint"]
+
+
+@pytest.mark.slow
+def test_inductor_computes_tiles_one_after_the_other(tmp_path: Path) -> None:
+    module, x = Model(), example(2048)
+    found, peaks = [], []
+    for tile in (False, 512):
+        run = compiled(module, tile, inner="inductor", policy=aot_hooks.KEEP)
+        run(x).backward()
+        found.append([p.grad for p in module.parameters()])
+        module.zero_grad()
+        peaks.append(most_allocated(lambda run=run: run(x).backward(), tmp_path))
+        module.zero_grad()
+    assert [row.count for row in rows(run)] == [4]
+    assert_close(found[1], found[0])
+    assert peaks[1] <= 0.7 * peaks[0]
 
 
 def test_tiles_of_the_backward_keep_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
