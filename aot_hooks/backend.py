@@ -58,7 +58,7 @@ from .passes.units import Trace, tracer
 from .planning import planner as planning
 from .planning.assignment import Assignment, fitted
 from .planning.budget import Budget
-from .planning.chunks import with_chunks
+from .planning.chunks import CHUNK, TILE, with_chunks
 from .planning.kernels import split_and_hold
 from .planning.options import Joint
 from .planning.planner import Planner, is_budget
@@ -613,11 +613,9 @@ def planning_partition(
                 return stocks[gm].live
 
             with without_collections():
-                if options.chunk:  # the user has chosen
-                    fw, bw, plan = within(joint, True)
-                    plan = dataclasses.replace(plan, **_rows(notes))
-                else:
-                    fw, bw, plan = with_chunks(setting.rule, joint, within, stock)
+                chosen = [name for name in (CHUNK, TILE) if getattr(options, name)]
+                fw, bw, plan = with_chunks(setting.rule, joint, within, stock, chosen)
+                plan = dataclasses.replace(plan, **_rows([*notes, *plan.chunked, *plan.tiled]))
             plans.append(plan)
             if at_run_time and plan.transfers:
                 decide_at_run_time(fw, bw, kwargs["num_fwd_outputs"])

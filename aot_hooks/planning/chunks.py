@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -78,6 +78,7 @@ class _Search:
     """Plans of one joint graph, as it is and in chunks and tiles.
 
     Attributes:
+        means: those of chunks and tiles that may be planned.
         within: plans a joint graph.
         stock: the live bytes of a joint graph without hooks.
         tightest: the form whose step without hooks has the lowest peak, `lowest` bytes.
@@ -86,6 +87,7 @@ class _Search:
     """
 
     budget: Assignment
+    means: Collection[str]
     within: Within
     stock: Callable[[GraphModule], Sequence[LivePoint]]
     tightest: _Form
@@ -122,13 +124,13 @@ class _Search:
         return all(d.hook is KEEP for d in one.plan.decisions)
 
     def search(self, joint: _Form) -> None:
-        if CHUNK in self.budget.allow:
+        if CHUNK in self.means:
             for finer in _FINER:
                 form = joint.chunked(finer)
                 self.chunks = self.chunks or form.chunks
                 if not form.finer or not self.lowers(form) or self.needs_no_other_means(form):
                     break
-        if TILE in self.budget.allow:
+        if TILE in self.means:
             base = self.tightest
             for how in _TILES:
                 form = base.tiled(how)
@@ -155,6 +157,7 @@ def with_chunks(
     joint: GraphModule,
     within: Within,
     stock: Callable[[GraphModule], Sequence[LivePoint]],
+    chosen: Collection[str] = (),
 ) -> Planned:
     """The plan of `joint`, or of `joint` with its loss in chunks and its layers in tiles if that is better.
 
@@ -164,8 +167,10 @@ def with_chunks(
     Args:
         within: plans a joint graph.
         stock: the live bytes of a joint graph without hooks.
+        chosen: "chunk" or "tile" if the user has chosen how `joint` has them.
     """
-    if not {CHUNK, TILE} & {*budget.allow}:
+    means = {CHUNK, TILE} & {*budget.allow} - {*chosen}
+    if not means:
         return within(joint, True)
     points = stock(joint)  # and merges what repeats in `joint`
     top = max(points, key=lambda point: point.live_bytes, default=None)
@@ -176,7 +181,7 @@ def with_chunks(
         except Refused as e:
             warn_of_refused(budget, e)
     form = _Form(joint)
-    search = _Search(budget, within, stock, form, _peak(points), form)
+    search = _Search(budget, means, within, stock, form, _peak(points), form)
     search.best = search.whole = whole = search.tried(form)
     if whole is not None and _fits_as_it_is(budget, whole.plan):
         return whole
