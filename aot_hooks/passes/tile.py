@@ -411,6 +411,8 @@ def _sized(note: Tiled, part: _Part, tokens: int | None, finer: int) -> Tiled:
     border_bytes = sum(tensor_bytes(n.meta["val"]) for n in border if not part.is_wide(n))  # others are there anyway
     if tokens is not None:
         count = -(-rows // tokens)
+        while rows - rows // count * (count - 1) > tokens:  # the last tile has the rest
+            count += 1
     else:
         least = _LEAST_TOKENS.get(part.seed.meta["val"].device.type, 1024)
         count = min(_MOST_TILES, rows // least, finer * -(-working // border_bytes))

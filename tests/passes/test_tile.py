@@ -57,15 +57,15 @@ def example(count: int = 50, dtype: torch.dtype = torch.float32) -> torch.Tensor
     return torch.randn(2, count // 2, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def compiled(module: Any, tile: Any = 16, **options: Any) -> Any:
+def compiled(module: Any, tile: Any = 20, **options: Any) -> Any:
     torch._dynamo.reset()
-    dynamic = options.pop("dynamic", None)
-    return torch.compile(module, backend="aot_hooks", options=ATEN | {"tile": tile} | options, dynamic=dynamic)
+    return torch.compile(module, backend="aot_hooks", options=ATEN | {"tile": tile} | options)
 
 
 def gradients(module: nn.Module, run: Any, x: torch.Tensor) -> list[torch.Tensor]:
     module.zero_grad()
-    x = x.detach().requires_grad_()
+    x = x.requires_grad_()
+    x.grad = None
     loss = run(x)
     loss.backward()
     return [loss.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
@@ -80,14 +80,14 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolera
         assert a.stride() == b.stride() and float((a - b).norm()) <= tolerance * float(b.norm())
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 2), pytest.param(2, 40, marks=pytest.mark.slow)])
-def test_random_parts_are_right_in_tiles_or_left_alone_with_the_reason(first: int, count: int) -> None:
-    outcomes = [fuzz_tile.check(fuzz_tile.generate(seed)) for seed in range(first, first + count)]
+@pytest.mark.slow
+def test_random_parts_are_right_in_tiles_or_left_alone_with_the_reason() -> None:
+    outcomes = [fuzz_tile.check(fuzz_tile.generate(seed)) for seed in range(42)]
     assert [o for o in outcomes if o.wrong] == []
-    assert sum(o.tiled for o in outcomes) >= count // 2
+    assert sum(o.tiled for o in outcomes) >= 21
 
 
-@pytest.mark.parametrize(("first", "count"), [(4000, 4), pytest.param(4004, 120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "count"), [(4000, 2), pytest.param(4002, 120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("again", [True, False])
 def test_random_joint_graphs_are_right_in_tiles(first: int, count: int, again: bool) -> None:
     outcomes = [fuzz_tile.check_joint(fuzz_tile.generate(seed), again=again) for seed in range(first, first + count)]
@@ -97,7 +97,7 @@ def test_random_joint_graphs_are_right_in_tiles(first: int, count: int, again: b
 
 def test_wide_values_of_one_tile_are_alive(tmp_path: Path) -> None:
     """Two layers need less than with checkpoints around each, whose backward has all wide values of one layer."""
-    count = 2048
+    count = 1024
     module, x = Model(2), example(count)
     wide = 4 * count * WIDE
     found, peaks = {}, {}
@@ -114,7 +114,7 @@ def test_wide_values_of_one_tile_are_alive(tmp_path: Path) -> None:
         module.zero_grad()
         peaks[name] = most_allocated(lambda run=run: run(x).backward(), tmp_path)
         if name == "tile":
-            assert [(row.done, row.count, row.tokens) for row in rows(run)] == [(True, 8, 256)] * 2
+            assert [(row.done, row.count, row.tokens) for row in rows(run)] == [(True, 4, 256)] * 2
             assert all(wide * 4 <= row.working_bytes <= wide * 8 for row in rows(run))
             assert all(row.tile_bytes * row.count == row.working_bytes for row in rows(run))
         module.zero_grad()
@@ -160,14 +160,16 @@ def test_tiles_of_the_backward_keep_what_is_saved(tmp_path: Path, monkeypatch: p
     assert torch.equal(found[1][0], found[0][0])  # the forward is as it was
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tile", [32, "backward"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16))]
+)
+@pytest.mark.parametrize("tile", [64, pytest.param("backward", marks=pytest.mark.slow)])
 def test_gradients_are_at_least_as_near_to_float64(
     dtype: torch.dtype, tile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Float32 products of other sizes round otherwise, by some percent."""
     monkeypatch.setattr("aot_hooks.passes.tile._LEAST_BYTES", 1)
-    monkeypatch.setattr("aot_hooks.passes.tile._LEAST_TOKENS", {"cpu": 32})
+    monkeypatch.setattr("aot_hooks.passes.tile._LEAST_TOKENS", {"cpu": 64})
     module, x = Model().to(dtype), example(128, dtype)
     exact = gradients(wide := Model().to(dtype).double(), wide, x.double())
     run = compiled(module, tile, policy=aot_hooks.KEEP)
@@ -200,11 +202,11 @@ def test_wide_values_that_are_returned_are_left_alone() -> None:
 
 def test_other_numbers_of_tokens_need_no_other_graph() -> None:
     module = Model()
-    run = compiled(module, dynamic=True)
+    run = compiled(module, 32)
     with warnings.catch_warnings():
         warnings.simplefilter("error", errors.UnusedWarning)
-        for count in (50, 38, 110):
-            x = example(count)
+        for count in (50, 110):
+            torch._dynamo.mark_dynamic(x := example(count).requires_grad_(), 1)
             with torch._dynamo.config.patch(error_on_recompile=count != 50):
                 assert_close(gradients(module, run, x), gradients(module, module, x))
 
@@ -215,9 +217,9 @@ def test_other_numbers_of_tokens_need_no_other_graph() -> None:
     ids=["float8", "offload"],
 )
 def test_hooks_pack_what_a_part_reads(policy: Any) -> None:
-    module, x = Model(2), example(128)
+    module, x = Model(1), example(64)
     expected = gradients(module, module, x)
-    run = compiled(module, policy=policy)
+    run = compiled(module, 32, policy=policy)
     found = gradients(module, run, x)
     assert_close(found, expected, 0.08 if policy == aot_hooks.float8() else 1e-5)
     (plan,) = aot_hooks.last_plans(run)
@@ -226,7 +228,7 @@ def test_hooks_pack_what_a_part_reads(policy: Any) -> None:
 
 
 def test_checkpoints_compute_tiles_again(tmp_path: Path) -> None:
-    module, x = Model(2), example(64)
+    module, x = Model(1), example(64)
     expected = gradients(module, module, x)
 
     def program(x: torch.Tensor) -> torch.Tensor:
@@ -235,11 +237,11 @@ def test_checkpoints_compute_tiles_again(tmp_path: Path) -> None:
         return x.float().square().mean()
 
     saved = []
-    for tile in (False, 16):
+    for tile in (False, 32):
         run = compiled(program, tile, policy=aot_hooks.KEEP)
         assert_close(gradients(module, run, x), expected)
         saved.append(aot_hooks.last_plans(run)[0].saved_bytes)
-    assert [row.done for row in rows(run)] == [True, True]
+    assert [row.done for row in rows(run)] == [True]
     assert saved[1] <= saved[0]
 
 
@@ -271,7 +273,7 @@ def test_tiles_and_chunks_of_one_program() -> None:
 
 def test_reports_say_what_is_in_tiles() -> None:
     module, x = Model(2), example()
-    run = compiled(module, policy=aot_hooks.KEEP)
+    run = compiled(module, 17, policy=aot_hooks.KEEP)
     run(x).backward()
     (plan,) = aot_hooks.last_plans(run)
     text = aot_hooks.format_report(plan)
