@@ -252,6 +252,17 @@ def source_line(node: Node) -> str:
     return _line_in(node.meta.get("stack_trace") or "")
 
 
+def name_and_line(node: Node) -> str:
+    """For messages: "'mm_3', model.py:31: h = up(x)"."""
+    return f"'{node.name}', {line}" if (line := source_line(node)) else f"'{node.name}'"
+
+
+def type_text(node: Node) -> str:
+    """Dtype and sizes of a tensor: "bfloat16[8192, 14336]"."""
+    value = node.meta["val"]
+    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+
+
 @functools.lru_cache(maxsize=4096)
 def _line_in(stack_trace: str) -> str:
     return line_outside_torch(_OWN_FRAME.sub("", stack_trace))

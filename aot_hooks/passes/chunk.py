@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import source_line, target_name, tensor_bytes
+from ..graphs.nodes import name_and_line, source_line, target_name, tensor_bytes, type_text
 from ..graphs.rows import Kept, Rows, Step, is_linear, is_tensor, is_zero, restores, shape_of, step_of
 from ..torch_private import aot
 from ..torch_private.values import hint, symbols_of
@@ -145,7 +145,9 @@ def chunked(joint: GraphModule, tokens: int | None, *, finer: int = 1) -> tuple[
         if not _has_loss(seed):
             continue
         place = source_line(seed) or seed.name
-        note = Chunked(_text(seed), "", False, logit_bytes=tensor_bytes(seed.meta["val"]), node=seed.name, place=place)
+        note = Chunked(
+            type_text(seed), "", False, logit_bytes=tensor_bytes(seed.meta["val"]), node=seed.name, place=place
+        )
         attempt, made = _attempt(gm, seed, tokens, finer)
         if isinstance(made, str):
             if not made:
@@ -258,11 +260,6 @@ def _is_summed(exponential: Node) -> bool:
     return False
 
 
-def _text(node: Node) -> str:
-    value = node.meta["val"]
-    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
-
-
 def _layers(gm: GraphModule, tokens: int | None) -> list[Node]:
     """Products of the forward with more columns than they have terms, largest first: where logits may come from."""
     of_tangents = depends_on(gm.graph.nodes, filter(aot.is_tangent, gm.graph.find_nodes(op="placeholder")))
@@ -305,9 +302,9 @@ def _chunk_one(gm: GraphModule, seed: Node, tokens: int | None, finer: int, *, s
     forward = [n for n in region.outputs if n not in tangents]
     backward = [n for n in region.outputs if n in tangents]
     if late := region.inputs(_needed(region, forward)) & (after | tangents):
-        raise _NotChunked(f"the loss of a token needs results of others ({_name(min(late, key=nodes.index))})")
+        raise _NotChunked(f"the loss of a token needs results of others ({name_and_line(min(late, key=nodes.index))})")
     if late := region.inputs(gradients) & (depends_on(nodes, backward) - region.steps.keys()):
-        raise _NotChunked(f"its gradients need results of themselves ({_name(min(late, key=nodes.index))})")
+        raise _NotChunked(f"its gradients need results of themselves ({name_and_line(min(late, key=nodes.index))})")
     if not backward:
         loss = write_chunks(loop, _needed(region, forward), forward)
         how = f"{count} chunks"
@@ -399,13 +396,13 @@ def _kept_tokens(steps: Mapping[Node, Step], outputs: Iterable[Node]) -> tuple[K
     zeros: set[Node] = set()  # are zero for all tokens that are not in the loop
     for node, step in steps.items():
         if kept_of(step) != kept[: len(kept_of(step))]:
-            raise _NotChunked(f"tokens are sliced in two ways, in {_name(node)} and before it")
+            raise _NotChunked(f"tokens are sliced in two ways, in {name_and_line(node)} and before it")
         source = restores(step)
         if kept_of(step) == kept or (source in zeros if source is not None else is_linear(node, zeros.__contains__)):
             zeros.add(node)
     for node in outputs:
         if node not in zeros:
-            raise _NotChunked(f"{_name(node)} needs all tokens, and its loss some of them")
+            raise _NotChunked(f"{name_and_line(node)} needs all tokens, and its loss some of them")
     return kept
 
 
@@ -424,17 +421,13 @@ def _why_alone(nodes: list[Node], seed: Node, inside: Mapping[Node, Step], is_bi
 def _why_read(node: Node, reader: Node) -> str:
     if reader.op == "output":
         return (
-            f"the program returns {_text(node)} ({_name(node)}). Return the loss alone from the compiled function: "
-            "with transformers, compile a function that returns model(...).loss"
+            f"the program returns {type_text(node)} ({name_and_line(node)}). Return the loss alone from the compiled "
+            "function: with transformers, compile a function that returns model(...).loss"
         )
     return (
-        f"{_name(reader)} reads {_text(node)} and is not known to treat tokens alike; "
+        f"{name_and_line(reader)} reads {type_text(node)} and is not known to treat tokens alike; "
         "compute what it is for outside of the compiled function, or from the hidden states"
     )
-
-
-def _name(node: Node) -> str:
-    return f"'{node.name}', {line}" if (line := source_line(node)) else f"'{node.name}'"
 
 
 def _rowwise(nodes: list[Node], seed: Node, is_big: Any, *, sliced: bool) -> tuple[dict[Node, Step], dict[Node, Rows]]:
@@ -532,9 +525,9 @@ def _scale(
     linear = {best}
     for node in itertools.chain(between, gradients):
         if not is_zero(node) and not is_linear(node, linear.__contains__):
-            return None, f"{_name(node)} is not known to be linear in the loss's gradient"
+            return None, f"{name_and_line(node)} is not known to be linear in the loss's gradient"
         linear.add(node)
     read = region.inputs(region.steps) | {n for node in between for n in node.all_input_nodes} | set(between)
     if late := (read & set(after)):
-        return None, f"the gradient depends on the loss ({_name(min(late, key=position.__getitem__))})"
+        return None, f"the gradient depends on the loss ({name_and_line(min(late, key=position.__getitem__))})"
     return (best, tuple(between)), ""
