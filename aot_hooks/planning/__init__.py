@@ -4,5 +4,5 @@
 
 `budget.py` is what users say, `assignment.py` what a graph gets of it, `step.py` the data, `solver.py` the linear
 program. `options.py` reads the data off two graphs, `trials.py` puts choices into the graphs and checks them,
-`within.py` says which are tried.
+`within.py` says which are tried. `simulated.py` is a step in which the calls of one graph are compiled in another way.
 """

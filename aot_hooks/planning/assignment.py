@@ -13,10 +13,10 @@ import torch
 
 from ..errors import BudgetError
 from ..hook import Hook
-from ..steps.simulated import Whole
 from .budget import Budget
 from .device_memory import Outside, outside_of_step
 from .recipe import Recipe
+from .simulated import Whole
 from .step import ALONE, Moment
 
 UNSEEN = 0.003

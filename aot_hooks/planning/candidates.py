@@ -43,12 +43,12 @@ from ..passes.live_bytes import LivePoint
 from ..passes.plan import Plan
 from ..settings.setting import choose
 from ..steps.schedule import DECIDED_LATER
-from ..steps.simulated import Call, Predicted, Whole, predicted
 from ..torch_private import aot
 from .in_step import bytes_of
 from .kernels import split_and_hold
 from .options import Graphs, Joint, error_of, layers_of, storages_in_scope
 from .recomputation import of_blocks
+from .simulated import Call, Predicted, Whole, predicted
 from .step import COMPUTED, KEPT, RECOMPUTE, Option, Step
 
 NOTHING, POINTWISE, BLOCKS = "", "recompute_pointwise", "blocks computed again"  # what is computed again

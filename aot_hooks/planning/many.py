@@ -39,7 +39,6 @@ from ..steps.memory import ALONE, Bytes, Moment
 from ..steps.moments import Instant, between, instants_of, latest, moments_of, shares, tight_peak
 from ..steps.parameters import frees_inputs, gathered_bytes, gradient_bytes
 from ..steps.recorder import Call, Recorder, Step, Trace
-from ..steps.simulated import Whole, whole_of
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value, pytree
 from .apart import averaged, tried_counts
@@ -48,6 +47,7 @@ from .budget import mib
 from .in_step import bytes_of, own_bytes
 from .measured import Clock, StepCheck, clock_of, slowness, step_check
 from .recipe import Recipe
+from .simulated import Whole, whole_of
 from .versions import Mode, Version, held_bytes
 
 log = logging.getLogger("aot_hooks")

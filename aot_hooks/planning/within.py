@@ -20,7 +20,6 @@ from typing import Any
 from ..errors import BudgetError
 from ..passes.live_bytes import beside_loss
 from ..passes.plan import Plan
-from ..steps.simulated import held_on_average
 from . import progress
 from .apart import GAIN, is_faster
 from .apart import Ways as ApartWays
@@ -29,6 +28,7 @@ from .candidates import Simulation
 from .in_step import bytes_of, in_step
 from .options import Joint
 from .recipe import Recipe, Refused, warn_of_refused
+from .simulated import held_on_average
 from .step import ALONE, Apart
 from .trials import Planned, Trials, planned
 

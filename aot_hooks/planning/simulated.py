@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from ..graphs.roofline import link_ms
 from ..graphs.speeds import Rates
-from .memory import Bytes
-from .moments import Instant
-from .plan import Sends, Terms, plan_step
-from .recorder import Event, Phase, Trace
+from ..steps.memory import Bytes
+from ..steps.moments import Instant
+from ..steps.plan import Sends, Terms, plan_step
+from ..steps.recorder import Event, Phase, Trace
 
 _NOTHING = Bytes(0, 0, 0)
 

@@ -9,9 +9,9 @@ import random
 import pytest
 
 import aot_hooks
+from aot_hooks.planning.simulated import Call, Whole, held_on_average, predicted, whole_of
 from aot_hooks.steps.memory import Bytes
 from aot_hooks.steps.moments import Instant
-from aot_hooks.steps.simulated import Call, Whole, held_on_average, predicted, whole_of
 
 FAST = aot_hooks.Rates(to_host=1e9, to_device=1e9, memory=1e12, operations=1e15, operations32=1e15)
 
