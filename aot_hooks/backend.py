@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +61,7 @@ from .planning.assignment import Assignment, fitted
 from .planning.budget import Budget
 from .planning.chunks import CHUNK, TILE, with_chunks
 from .planning.kernels import split_and_hold
-from .planning.options import Joint
+from .planning.options import Graphs, Joint
 from .planning.planner import Planner, is_budget
 from .planning.stored import Program
 from .planning.trials import Planned
@@ -190,6 +191,24 @@ class _Stock(NamedTuple):
     live: tuple[LivePoint, ...]
     ms: float
     casts: tuple[SavedTensor, ...]  # values that are cast again in the backward, see passes/casts.py
+    donates: bool  # whether the backward may reuse the memory of saved tensors
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What several plans of a graph share, so that it is made once.
+
+    Attributes:
+        stocks, made: by joint graph; a budget also plans one with its loss in chunks. `made`: see `Joint`.
+    """
+
+    fused: bool
+    stocks: dict[GraphModule, _Stock] = dataclasses.field(default_factory=dict)
+    made: dict[GraphModule, dict[Any, Graphs]] = dataclasses.field(default_factory=lambda: defaultdict(dict))
+
+    @functools.cached_property
+    def trace(self) -> Trace:
+        return tracer(self.fused)
 
 
 def _in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled: pairs.Pair | None) -> _InForce:
@@ -523,6 +542,7 @@ def planning_partition(
     at_run_time: bool = False,
     unpacked: Unpacked = NOTHING,
     as_if_lossy: bool = False,
+    shared: _Shared | None = None,
 ) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """A partition function for AOTAutograd: torch's min-cut partition, then the rewrite.
 
@@ -536,6 +556,7 @@ def planning_partition(
         at_run_time: the host runs each kernel, so `offload` decides then what it sends; a budget has decided already.
         unpacked: saved tensors that stay as they are; a budget rounds none of them.
         as_if_lossy: save what a graph with lossy hooks saves, to compare with it.
+        shared: with plans of other budgets for the same graph; None: with none.
     """
 
     computes_again = options.recompute_pointwise or is_budget(hooks.setting)
@@ -557,14 +578,14 @@ def planning_partition(
         outputs: dict[str, Any] = {"num_fwd_outputs": kwargs["num_fwd_outputs"], "roots": paths}
         parts = outputs | {"static_inputs": static}
         budgeted = is_budget(hooks.setting) and not nested
-        stocks: dict[GraphModule, _Stock] = {}  # of the first split of each joint graph
+        shares = shared or _Shared(fused)
+        stocks = shares.stocks  # of the first split of each joint graph
 
         def split(joint: GraphModule) -> tuple[GraphModule, GraphModule]:
             merges = not apart and joint not in stocks  # the first split has merged what repeats in `joint` itself
             min_cut = partial(aot.min_cut_partition, joint, joint_inputs, merge_repeats=merges, **kwargs)
             fw, bw = partitioned(joint, min_cut, kwargs["num_fwd_outputs"], state)
-            if len(donated) == number:  # the first time: as it is without hooks
-                donated.append(donates(fw, bw, kwargs["num_fwd_outputs"]))
+            donating = donates(fw, bw, kwargs["num_fwd_outputs"])  # as it is without hooks
             packs = any(setting.rule is not KEEP for setting in hooks.settings)
             if fused and packs:
                 compute_early(fw, kwargs["num_fwd_outputs"])
@@ -578,7 +599,7 @@ def planning_partition(
             if packs and not nested:
                 alive = parameters_of(fw, static, parameters)
                 casts = cast_again(fw, bw, parameters=alive, is_wanted=hooks.casts_again, fused=fused, **outputs)
-            stocks.setdefault(joint, _Stock(live_before, before_ms, casts))
+            stocks.setdefault(joint, _Stock(live_before, before_ms, casts, donating))
             return fw, bw
 
         def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Trace | None = None) -> Plan:
@@ -586,30 +607,29 @@ def planning_partition(
             settings["unpacked"] = unpacked if trace is None else NOTHING  # a budget has heeded it
             settings["as_if_lossy"] = as_if_lossy
             plan = rewrite(fw, bw, for_inductor=fused, trace=trace, at_run_time=at_run_time, **settings, **parts)
+            if len(donated) == number:
+                donated.append(stocks[joint].donates)
             donated[number] = donated[number] and not crosses_twice(fw, kwargs["num_fwd_outputs"])
             return plan
 
         if hooks.setting is not None and budgeted:
-            own: dict[str, Any] = {
-                "fused": fused,
-                "launched": at_run_time,
-                "unpacked": unpacked,
-                "trace": tracer(fused),
-            }
+            own: dict[str, Any] = {"fused": fused, "launched": at_run_time, "unpacked": unpacked, "trace": shares.trace}
             setting: Any = hooks.setting
             as_it_is = joint
 
             def without_hooks() -> tuple[tuple[LivePoint, ...], float]:
                 return stocks[as_it_is].live, stocks[as_it_is].ms
 
+            def joint_of(gm: GraphModule) -> Joint:
+                ways = partial(split, gm), without_hooks, rewritten
+                return Joint(gm, *ways, setting, own | parts, shares.made[gm])
+
             def within(gm: GraphModule, lenient: bool, follows: bool | None = None) -> Planned:
-                own_joint = Joint(gm, partial(split, gm), without_hooks, rewritten, setting, own | parts)
-                found = Planner.partition(own_joint, lenient=lenient, follows=follows)
+                found = Planner.partition(joint_of(gm), lenient=lenient, follows=follows)
                 return found._replace(plan=with_casts(with_reasons(found.plan, unpacked), stocks[gm].casts))
 
             def stock(gm: GraphModule) -> tuple[LivePoint, ...]:
-                if gm not in stocks:
-                    split(gm)
+                joint_of(gm).graphs()
                 return stocks[gm].live
 
             with without_collections():
@@ -689,16 +709,41 @@ def _mended(
     return finished(*partitioned(joint, lambda: partition(joint, joint_inputs, **kwargs), kwargs["num_fwd_outputs"]))
 
 
-def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tuple[list[Plan], Assignment | None]:
+def plan_graph(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    explore: Callable[[Plan, Callable[[Budget], Plan]], None] | None = None,
+) -> tuple[list[Plan], Assignment | None]:
     """What `aot_hooks(gm, inputs)` would decide, with the live bytes, and the budget that decides if there is one.
 
-    Makes no code. `gm` may be changed.
+    Makes no code. `gm` may be changed. `explore` is called with each plan, and with a function that plans the same
+    graph for a budget: the graph is traced once for all of them, and what they have in common is made once. Not where
+    a context or `recompute_pointwise` decides.
     """
     plans: list[Plan] = []
     at_run_time = not options.cudagraphs and not inductor.copies_are_static(options.inductor or {})
     hooks = _in_force(gm, inputs, options, None)
     run: dict[str, Any] = {"parameters": parameters_among(inputs), "live": True, "at_run_time": at_run_time}
-    partition = planning_partition(hooks, options, plans, roots(), [], **run)
+    paths = roots()
+    partition = planned = planning_partition(hooks, options, plans, paths, [], **run)
+    shared = _Shared(options.inner == "inductor")
+
+    def explored(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        def plan_with(rule: Budget) -> Plan:
+            found: list[Plan] = []
+            own = dataclasses.replace(options, policy=rule)
+            in_force = dataclasses.replace(_in_force(gm, inputs, own, None), regions=hooks.regions)
+            planning_partition(in_force, own, found, paths, [], shared=shared, **run)(joint, joint_inputs, **kwargs)
+            return found[-1]
+
+        graphs = planned(joint, joint_inputs, **kwargs)
+        if explore is not None and joint_inputs != []:  # no nested compiled region
+            explore(plans[-1], plan_with)
+        return graphs
+
+    if explore is not None and hooks.setting is not None and hooks.pair is None and not options.recompute_pointwise:
+        partition = explored
     rule = None if hooks.setting is None else hooks.setting.rule
     again = aot.recomputing_pointwise(options.recompute_pointwise and not isinstance(rule, Budget))
     with again, autograd.covered_hooks(), without_autograd_cache():

@@ -98,7 +98,8 @@ def tracer(for_inductor: bool) -> Trace:
                 return known[key]
         with compiling_for("aten" if decompositions is None else "inductor"):
             where = saved.row.describe()
-            traced = trace_hook(hook, value, where, decompositions=decompositions, twice=hook not in checked)
+            twice = hook not in checked and not _is_of_library(hook)
+            traced = trace_hook(hook, value, where, decompositions=decompositions, twice=twice)
         checked.add(hook)
         if key is not None:
             known[key] = traced
@@ -107,6 +108,13 @@ def tracer(for_inductor: bool) -> Trace:
         return traced
 
     return trace
+
+
+def _is_of_library(hook: Hook) -> bool:
+    """Whether both functions are the package's, which have no hidden state. Those of `offload` may call the user's."""
+    own = __name__.split(".")[0]
+    modules = [str(getattr(fn, "__module__", "")).split(".")[0] for fn in (hook.pack, hook.unpack)]
+    return settings_of(hook) is None and all(module == own for module in modules)
 
 
 def trace_units(

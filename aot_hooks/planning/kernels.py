@@ -35,6 +35,7 @@ from ..graphs.roofline import has_formula, is_attention
 from ..graphs.workspaces import workspace_bytes
 from ..passes.edits import call, with_inputs
 from ..passes.live_bytes import LivePoint, live_bytes
+from ..torch_private import aot
 from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK, WRITTEN, mark_alone
 
 _EARLY = "aot_hooks_early"  # in the `meta` of a split node, the name of that whose kernel would compute it
@@ -62,18 +63,22 @@ def split_and_hold(fw: GraphModule, bw: GraphModule, **of_outputs: Any) -> None:
     hold_kernels(bw, live, max(point.live_bytes for point in live))
 
 
-def multiply_early(gm: GraphModule) -> None:
-    """Have each product computed where it stands, in place, if Inductor would compute it with a sum far behind it.
+def multiplied_early(gm: GraphModule) -> GraphModule:
+    """`gm`, or a copy that computes each product where it stands, if Inductor would compute one with a sum far behind.
 
     In a model with tied weights the gradients of all logits would live to the end of the backward. Inductor does not
     see a product through a view.
     """
+    if not late_products(list(gm.graph.nodes)):
+        return gm
+    gm = aot.copied(gm)
     for node in late_products(list(gm.graph.nodes)).values():
         with gm.graph.inserting_before(node):
             parts = [call(gm.graph, torch.ops.aten.unsqueeze.default, n, 0) for n in node.args]
             total = call(gm.graph, torch.ops.aten.add.Tensor, *parts)
             node.replace_all_uses_with(call(gm.graph, torch.ops.aten.squeeze.dim, total, 0))
         gm.graph.erase_node(node)
+    return gm
 
 
 def write_when_made(gm: GraphModule) -> None:

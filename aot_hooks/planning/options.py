@@ -49,6 +49,7 @@ from ..settings.setting import Setting, out_of_scope
 from ..steps.schedule import Transfer
 from ..torch_private import aot
 from ..torch_private.values import hint
+from .kernels import multiplied_early
 from .recomputation import with_recompute
 from .step import Option, Step, Value
 
@@ -72,6 +73,18 @@ class Graphs:
     launched: bool = True  # the host launches each kernel, not a CUDA graph
     unpacked: Unpacked = NOTHING  # saved tensors that no hook may round
     drops_others: bool = False  # the user keeps no output but the loss, see passes/live_bytes.py
+    steps: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)  # see `step_of`
+
+    @functools.cached_property
+    def without_others(self) -> Graphs:
+        """These, if the user keeps no output but the loss."""
+        return dataclasses.replace(self, drops_others=True)
+
+    @functools.cached_property
+    def multiplied_early(self) -> Graphs:
+        """These, or on a GPU such with each product computed where it stands, see `kernels.multiplied_early`."""
+        bw = multiplied_early(self.bw) if self.fused and on_cuda(self.bw.graph.nodes) else self.bw
+        return self if bw is self.bw else dataclasses.replace(self, bw=bw)
 
     @functools.cached_property
     def boundary(self) -> Boundary:
@@ -103,6 +116,8 @@ class Joint:
         rewrite: puts the hooks of a setting into two graphs, in place.
         setting: what the user asked for.
         parts: further arguments of `Graphs`.
+        made: the graphs that were made, by the marks; several plans of `gm` share them.
+        drops_others: the user keeps no output but the loss.
     """
 
     gm: GraphModule
@@ -111,9 +126,15 @@ class Joint:
     rewrite: Callable[[GraphModule, GraphModule, Setting, Trace | None], Plan]
     setting: Setting
     parts: Mapping[str, Any]
+    made: dict[Any, Graphs] = dataclasses.field(default_factory=dict)
+    drops_others: bool = False
 
     def graphs(self) -> Graphs:
-        return Graphs(*self.split(), **self.parts)
+        """The graphs of the marks that `gm` has now. They are shared, so nothing may change them."""
+        marks = aot.partition_marks(self.gm)
+        if marks not in self.made:
+            self.made[marks] = Graphs(*self.split(), **self.parts)
+        return self.made[marks].without_others if self.drops_others else self.made[marks]
 
     def hooked(
         self, graphs: Graphs, rule: Any, trace: Trace | None = None, scope: str | None = None
@@ -134,8 +155,20 @@ def step_of(
     """The step of one graph, and the graph's saved values by storage, in the order of the step's values.
 
     Further values of the step come after these: tensors that aren't saved, but that others could be computed from.
-    `reached` has for each storage the bytes of all that is computed again from it.
+    `reached` has for each storage the bytes of all that is computed again from it. Read once for equal arguments, so
+    the graphs must not change after that.
     """
+    allow = tuple(allow)
+    key = scope, allow, max_error, frozenset((reached or {}).items())
+    if key not in graphs.steps:
+        graphs.steps[key] = _step_of(graphs, scope, allow, max_error, reached)
+    found: tuple[Step, list[list[SavedValue]]] = graphs.steps[key]
+    return found
+
+
+def _step_of(
+    graphs: Graphs, scope: str | None, allow: Sequence[Any], max_error: float, reached: Mapping[Any, int] | None
+) -> tuple[Step, list[list[SavedValue]]]:
     cross = graphs.boundary
     points = graphs.live()
     groups = storages_in_scope(cross, scope)
@@ -143,8 +176,9 @@ def step_of(
     rates = measured_rates(next((d for d in devices if d.type == "cuda"), torch.device("cpu")))
     both = (graphs.fw, graphs.bw)
     times = graphs.times
-    copies = [node_ms(gm, lambda _: rates, graphs.fused) for gm in both]
     hooks = _hook_options(graphs, groups, scope, allow, max_error, rates, times[1])
+    sends = any(option.link_bytes for options in hooks for option in options)
+    copies = [node_ms(gm, lambda _: rates, graphs.fused) for gm in both] if sends else []
     gone = _gone(graphs)
     forward_count = len(_nodes(graphs.fw))
     firsts, lasts = _first_and_last_reads(graphs.bw, groups, forward_count)
@@ -261,6 +295,7 @@ def _hook_options(
 ) -> list[list[Option]]:
     """For each storage the hooks that can take it, with their bytes and times."""
     lengths = row_lengths(graphs.fw)
+    lengths_of, only_loops = functools.cache(row_lengths), functools.cache(_only_loops)  # of traced hooks
 
     @functools.cache  # equal layers share what was traced
     def cost(nbytes: int, in_passing: bool, registers: bool, traced: TracedHook) -> tuple[float, int, float]:
@@ -301,8 +336,10 @@ def _hook_options(
             if nbytes >= group[0].row.nbytes:
                 continue
             readers = [u for v in group for u in _readers_of(v.bw_node)]
-            registers = graphs.fused and all(map(fuses, readers)) and _only_loops(traced.unpack)
-            in_passing = graphs.fused and any(_passes(value.fw_node, traced.pack, lengths) for value in group)
+            registers = graphs.fused and all(map(fuses, readers)) and only_loops(traced.unpack)
+            in_passing = graphs.fused and any(
+                _passes(value.fw_node, traced.pack, lengths, lengths_of) for value in group
+            )
             ms, work, by_host = cost(group[0].row.nbytes, in_passing, registers, traced)
             ms += link_ms(on_host, rates)
             if on_gpu[i] and hook.digits is not None and hook.digits <= _FEW_DIGITS:
@@ -317,11 +354,16 @@ def _readers_of(node: Node) -> list[Node]:
     return [u for user in node.users for u in (_readers_of(user) if is_view(user) else [user]) if u.op != "output"]
 
 
-def _passes(node: Node, pack: GraphModule, lengths: Mapping[Node, int]) -> bool:
+def _passes(
+    node: Node,
+    pack: GraphModule,
+    lengths: Mapping[Node, int],
+    lengths_of: Callable[[GraphModule], Mapping[Node, int]],
+) -> bool:
     """Whether `pack` can be in a kernel that has `node` in registers: one that makes or reads it, and that reduces rows
-    of the same length or none. `lengths`: those of the forward's kernels."""
+    of the same length or none. `lengths`: those of the forward's kernels; `lengths_of`: `row_lengths`."""
     inputs = [reader for x in pack.graph.find_nodes(op="placeholder") for reader in _readers_of(x)]
-    own = row_lengths(pack)
+    own = lengths_of(pack)
     if not all(reader in own for reader in inputs):
         return False
     row_length = max(own.values(), default=0)

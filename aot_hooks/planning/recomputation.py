@@ -9,6 +9,7 @@ A chain has only operators that are known to give the same result again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,13 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..graphs.backward_reads import BackwardReads
 from ..graphs.lifetimes import fuses, on_cuda
 from ..graphs.nodes import producer, storage_bytes, storage_of
 from ..graphs.roofline import LAUNCH_MS, has_formula
 from ..graphs.saved import SavedValue
+from ..torch_private import aot
 from ..torch_private.values import is_operator
 from .step import RECOMPUTE, Option, Value
 
@@ -177,7 +179,7 @@ def _read_exactly(chain: _Chain, group: Sequence[SavedValue], position: Mapping[
     for node, copy in copies.items():
         copy.meta = dict(node.meta)
     graph.output(tuple(copies[v.fw_node] for v in group))
-    gm = GraphModule({}, graph)
+    gm = aot.without_code({}, graph)
     reads = BackwardReads(gm, gm, [(copies[n], copies[n]) for n in given])
     return [node for node in chain.reads if reads.of(copies[node])]
 
@@ -238,9 +240,18 @@ def _repeatable(node: Node) -> bool:
     target: Any = node.target
     if node.op != "call_function" or not is_operator(target) or target.namespace not in ("aten", "prims"):
         return False
-    if target._schema.is_mutable or node.is_impure() or torch.Tag.nondeterministic_seeded in target.tags:
+    if node.is_impure() or not _is_pure(target):
         return False
     if target is torch.ops.aten.index.Tensor:  # by a mask, the result has a new size each time
         return all(n.meta["val"].dtype in (torch.int32, torch.int64) for n in node.all_input_nodes[1:])
-    known = str(target).split(".")[1] in _REPEATABLE or torch.Tag.reduction in target.tags
-    return known or fuses(node) or has_formula(node)
+    return _is_known(target) or fuses(node) or has_formula(node)
+
+
+@functools.cache  # operators are few
+def _is_pure(target: Any) -> bool:
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+@functools.cache
+def _is_known(target: Any) -> bool:
+    return str(target).split(".")[1] in _REPEATABLE or torch.Tag.reduction in target.tags

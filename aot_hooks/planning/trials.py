@@ -34,7 +34,7 @@ from .assignment import UNSEEN, Assignment, fitted
 from .budget import mib
 from .candidates import BLOCKS, ERROR, GAIN, NOTHING, Way, computed_again, error_within, promising, ways
 from .in_step import bytes_of, in_step
-from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
+from .kernels import hold_kernels, join_kernels, split_kernels, unpack_early, write_when_made
 from .options import Graphs, Joint, step_of
 from .reasons import Chosen, infeasible, policy_of, recomputations, warn_of_least, with_recomputed
 from .recipe import Recipe, Refused, chosen_again, picks_of
@@ -75,10 +75,9 @@ class Trials:
 
     def __init__(self, joint: Joint, budget: Assignment) -> None:
         self.joint, self.budget = joint, budget
-        self.stock = stock = joint.graphs()
+        self.stock = stock = joint.graphs().multiplied_early
         self.on_cuda = on_cuda(stock.bw.graph.nodes)
         self.before, self.before_ms = joint.without_hooks()
-        self._multiply_early(stock)
         self.moments = _UNKNOWN if budget.least and budget.moments == ALONE else budget.moments
         step, self.groups = step_of(stock, joint.setting.scope, budget.allow, budget.max_error)
         self.step = replace(step, moments=self.moments)
@@ -134,11 +133,6 @@ class Trials:
         """Whether the budget says which kernels are fused."""
         return self.stock.fused and self.on_cuda
 
-    def _multiply_early(self, graphs: Graphs) -> Graphs:
-        if graphs.fused and on_cuda(graphs.bw.graph.nodes):
-            multiply_early(graphs.bw)
-        return graphs
-
     def _step_of(self, graphs: Graphs, *reached: Any) -> Step:
         """The step of graphs that compute something again already, so that only hooks are left to choose."""
         hooks = [name for name in self.budget.allow if name != RECOMPUTE]
@@ -149,7 +143,7 @@ class Trials:
         """The graphs that compute again the values that `chosen` recomputes, and their step."""
         again, kept = _marks(chosen, self.stock.boundary, self.groups)
         with aot.recomputed(self.joint.gm, again, kept):
-            graphs = self._multiply_early(self.joint.graphs())
+            graphs = self.joint.graphs().multiplied_early
         own = self._step_of(graphs, _reached(chosen, self.step, self.groups))
         return graphs, replace(own, weighed_bytes=self.step.saved_bytes)
 
@@ -203,9 +197,10 @@ class Trials:
         graphs, own = self.stock, self.step
         if again != NOTHING:
             computing = computed_again(again, self.joint, self.stock, most_ms)
-            if computing is None or self._multiply_early(computing).ms() >= most_ms:
+            if computing is None or computing.multiplied_early.ms() >= most_ms:
                 return
-            graphs, own = computing, self._step_of(computing)
+            graphs = computing.multiplied_early
+            own = self._step_of(graphs)
         for way in promising(own, found, peak, most_ms):
             one = self._hooked(graphs, way.rule(), nothing(self.step), own, nothing(own))
             if again == BLOCKS and error_within(one.plan, way, self.stock) > self.limits.error:

@@ -210,7 +210,7 @@ def _dropping(joint: Joint, budget: Assignment, errors: list[BudgetError]) -> Pl
     """
     if budget.moments != ALONE or budget.lenient:
         return None
-    if not beside_loss(joint.split()[0], joint.parts["num_fwd_outputs"]):
+    if not beside_loss(joint.graphs().fw, joint.parts["num_fwd_outputs"]):
         return None
     try:
         made = planned(_with_dropped(joint), budget)
@@ -222,4 +222,4 @@ def _dropping(joint: Joint, budget: Assignment, errors: list[BudgetError]) -> Pl
 
 
 def _with_dropped(joint: Joint) -> Joint:
-    return replace(joint, parts={**joint.parts, "drops_others": True})
+    return replace(joint, drops_others=True)

@@ -160,14 +160,30 @@ def recomputed(joint: GraphModule, again: set[str], kept: set[str]) -> Iterator[
             node.meta.update(own.get(node.name, {}))
 
 
+def partition_marks(joint: GraphModule) -> tuple[Any, ...]:
+    """What torch's partition of `joint` depends on beside the graph itself: settings, and marks on nodes; 2.11 to 2.15.
+
+    A partition may leave marks of its own, and those count as well.
+    """
+    config = need("torch._functorch.config")
+    marks = ((n.name, n.meta["recompute"]) for n in joint.graph.nodes if n.meta.get("recompute") is not None)
+    return config.ban_recompute_materialized_backward, *marks
+
+
+def without_code(root: Any, graph: torch.fx.Graph) -> GraphModule:
+    """A module of `graph` whose code is made when it is first run or read; 2.11 to 2.15."""
+    made: GraphModule = need("torch.fx._lazy_graph_module._LazyGraphModule")(root, graph)
+    return made
+
+
 def copied(gm: GraphModule, *, lazily: bool = True) -> GraphModule:
     """`gm` with a graph of its own; fake values are shared.
 
     `lazily`: its code is made when it is first run or read, as torch does for Inductor; 2.11 to 2.15. Code of graphs
     that are only looked at took a fifth of the time of planning.
     """
-    make = need("torch.fx._lazy_graph_module._LazyGraphModule") if lazily else GraphModule
-    made: GraphModule = make(gm, copy.deepcopy(gm.graph))
+    graph = copy.deepcopy(gm.graph)
+    made = without_code(gm, graph) if lazily else GraphModule(gm, graph)
     made.meta = dict(gm.meta)
     return made
 

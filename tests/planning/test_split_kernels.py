@@ -25,7 +25,7 @@ from aot_hooks.planning.kernels import (
     fusion_zones,
     hold_kernels,
     join_kernels,
-    multiply_early,
+    multiplied_early,
     split_kernels,
     unpack_early,
     write_when_made,
@@ -404,17 +404,18 @@ def test_a_product_far_before_its_sum_is_computed_where_it_stands(swapped):
     assert storage_of(product) not in written_storages(nodes)
     assert last_readers(nodes, written_storages(nodes))[product.all_input_nodes[0]] > nodes.index(product)
     before = gm(*inputs)
-    multiply_early(gm)
-    nodes = list(gm.graph.nodes)
-    assert not late_products(nodes) and storage_of(product) in written_storages(nodes)
-    assert all(map(torch.equal, ran(gm, inputs), before))
+    own = multiplied_early(gm)
+    nodes = list(own.graph.nodes)
+    assert not late_products(nodes) and product.name in {n.name for n in nodes}
+    assert storage_of(product) in written_storages(nodes)
+    assert all(map(torch.equal, ran(own, inputs), before))
+    assert late_products(list(gm.graph.nodes)) == late  # which others read as well
 
 
 @pytest.mark.parametrize("gm", [tied(8)[0], tied(9, scaled=True)[0]], ids=["near", "scaled"])
 def test_a_product_near_its_sum_and_a_scaled_one_stay_as_they_are(gm):
     before = str(gm.graph)
-    multiply_early(gm)
-    assert str(gm.graph) == before
+    assert multiplied_early(gm) is gm and str(gm.graph) == before
 
 
 def test_of_two_products_inductor_moves_the_second():
