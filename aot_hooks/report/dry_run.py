@@ -23,7 +23,7 @@ from ..graphs.saved import SavedTensor
 from ..options import Options
 from ..passes.plan import Plan, joined
 from ..planning.assignment import Assignment
-from ..planning.budget import mib
+from ..planning.budget import Budget, mib
 from ..torch_private import aot
 from ..torch_private import dry_run as torch_dry_run
 from ..torch_private.values import data_dependent_errors, pytree, without_modes
@@ -70,10 +70,16 @@ def saved_tensors(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Sa
     return tuple(d.saved for d in plan(fn, *args, **kwargs).decisions)
 
 
-def dry_run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **overrides: Any) -> tuple[Plan, str]:
+def dry_run(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    explore: Callable[[Plan, Callable[[Budget], Plan]], None] | None = None,
+    **overrides: Any,
+) -> tuple[Plan, str]:
     """The plan of all graphs, and what to say if they are over their budget together; "" if not.
 
-    `overrides` come before the options of `fn`.
+    `overrides` come before the options of `fn`. `explore`: see `plan_graph`.
     """
     fn, own_options, dynamic = unwrap_compiled("aot_hooks.plan", fn)
     check_keywords("aot_hooks.plan", fn, kwargs, overrides)
@@ -94,7 +100,7 @@ def dry_run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **overrides:
     def planner(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
         program = aot.copied(gm)  # because Inductor's passes change `gm`
         with without_modes():
-            found, budget = plan_graph(gm, inputs, options)
+            found, budget = plan_graph(gm, inputs, options, explore)
         plans.extend(found)
         if found:
             budgets.append(budget)

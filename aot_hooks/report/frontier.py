@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import BudgetError, OptionError, error_behind
 from ..hook import KEEP
-from ..passes.plan import Plan
+from ..passes.plan import Plan, joined
 from ..planning.assignment import Assignment
 from ..planning.budget import ALLOWED, Budget, budget
 from ..settings.byte_sizes import bytes_of, size_text
@@ -113,20 +113,41 @@ def frontier(
     inside, _, _ = unwrap_compiled("aot_hooks.frontier", fn)
     check_keywords("aot_hooks.frontier", inside, kwargs, ("allow", "max_error", "scope", "inner"))
 
+    of_graphs: list[Frontier | None] = []
+
+    def explore(stock: Plan, plan_with: Callable[[Budget], Plan]) -> None:
+        # of the first graph, as if it were the whole step: whether another one follows is known later
+        found = None
+        if not of_graphs and stock.decisions:
+            found = _of(joined([stock]), lambda rule: joined([plan_with(rule)]), allow, max_error)
+        of_graphs.append(found)
+
+    stock, _ = dry_run(fn, args, kwargs, explore, policy=KEEP, scope=scope, inner=inner)
+    if len(of_graphs) == 1 and of_graphs[0] is not None and not _in_parts(stock):
+        return of_graphs[0]
+
     def plan_with(policy: Any) -> Plan:
         return dry_run(fn, args, kwargs, policy=policy, scope=scope, inner=inner)[0]  # without its warning
 
-    return frontier_of(plan_with, allow=allow, max_error=max_error)
+    return _of(stock, plan_with, allow, max_error)
 
 
 def frontier_of(
     plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLOWED, max_error: float = 0.05
 ) -> Frontier:
     """The frontier of the plans that `plan_with(policy)` returns for budgets with more and more memory."""
-    stock = plan_with(KEEP)
+    return _of(plan_with(KEEP), plan_with, allow, max_error)
+
+
+def _in_parts(stock: Plan) -> bool:
+    return sum(point.phase == "forward" and point.node == "(end)" for point in stock.live_after) > 1
+
+
+def _of(stock: Plan, plan_with: Callable[[Any], Plan], allow: Sequence[str], max_error: float) -> Frontier:
+    """The frontier of a step whose plan without hooks is `stock`."""
     if not stock.decisions:
         raise OptionError("frontier: expected a function that saves tensors for backward, but it saves none")
-    in_parts = sum(point.phase == "forward" and point.node == "(end)" for point in stock.live_after) > 1
+    in_parts = _in_parts(stock)
     found = [Point(stock.peak_bytes, 1.0, stock, None)]
 
     def try_out(policy: Budget) -> None:
