@@ -1,0 +1,126 @@
+"""The last layer and its loss alone, as it is and in chunks of tokens: GiB over its inputs and results, ms.
+
+    hidden [tokens, width] -- product with weight [words, width] --> cross entropy --> gradients of both
+      compiled      torch.compile
+      chunk True    options={"chunk": True}; `chunk 1024` has at most so many tokens in a chunk
+      eager
+
+All ways run in one process, one after the other. Distances are those of the weight's gradient to that of the first way.
+
+    python benchmarks/bench_loss.py --json out/loss.json      # 16,384 tokens, 128,256 words; CUDA, 40 GiB
+    python benchmarks/bench_loss.py --small                   # anywhere, without code generation
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from measure import (
+    GIB,
+    conditions,
+    default_device,
+    format_columns,
+    measure_bytes,
+    relative_error,
+    synchronize,
+    write,
+)
+from torch import Tensor
+from torch.nn import functional as F
+
+WAYS = ("compiled", "chunk True", "chunk 1024", "chunk 4096", "eager")
+
+
+def loss_of(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.t()).float(), labels)
+
+
+def function_of(way: str, inner: str) -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    if way == "eager":
+        return loss_of
+    if way == "compiled":
+        return torch.compile(loss_of, backend="inductor" if inner == "inductor" else "aot_eager")
+    tokens = way.removeprefix("chunk ")
+    chunk = True if tokens == "True" else int(tokens)
+    return torch.compile(loss_of, backend="aot_hooks", options={"chunk": chunk, "inner": inner})
+
+
+def measured(way: str, inner: str, inputs: tuple[Tensor, Tensor, Tensor], rounds: int) -> dict[str, Any]:
+    """A row. Leaves the gradients of one step in the inputs."""
+    function, (hidden, weight, _) = function_of(way, inner), inputs
+
+    def step() -> float:
+        hidden.grad = weight.grad = None
+        synchronize(hidden.device)
+        began = time.perf_counter()
+        function(*inputs).backward()
+        synchronize(hidden.device)
+        return 1e3 * (time.perf_counter() - began)
+
+    for _ in range(3):
+        step()
+    times = [step() for _ in range(rounds)]
+    hidden.grad = weight.grad = None
+    found, loss = measure_bytes(lambda: function(*inputs), lambda loss: loss.backward(), hidden.device)
+    assert hidden.grad is not None and weight.grad is not None
+    results = hidden.grad.nbytes + weight.grad.nbytes
+    over = {"peak_over_results_bytes": found.peak - results, "after_forward_bytes": found.after_forward}
+    return {"way": way, "ms": statistics.median(times), "ms_least": min(times), **over, "loss": float(loss.detach())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default=default_device())
+    parser.add_argument("--inner", default="inductor", choices=("inductor", "aten"))
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--json", type=pathlib.Path)
+    said = parser.parse_args()
+    if said.small:
+        said.tokens, said.width, said.vocabulary, said.inner, said.device = 2048, 64, 4096, "aten", "cpu"
+    device = torch.device(said.device)
+    torch.manual_seed(0)
+    hidden = (0.7 * torch.randn(said.tokens, said.width, device=device)).to(torch.bfloat16).requires_grad_()
+    weight = (0.02 * torch.randn(said.vocabulary, said.width, device=device)).to(torch.bfloat16).requires_grad_()
+    inputs = hidden, weight, torch.randint(said.vocabulary, (said.tokens,), device=device)
+    work = {name: getattr(said, name) for name in ("tokens", "width", "vocabulary", "inner")}
+    result: dict[str, Any] = {"conditions": conditions(device, **work), "rows": []}
+    first: Tensor | None = None
+    for way in said.ways.split(","):
+        row = measured(way, said.inner, inputs, said.rounds)
+        assert weight.grad is not None
+        first = weight.grad.clone() if first is None else first
+        row["distance"] = relative_error(weight.grad, first)
+        result["rows"].append(row)
+        write(said.json, result)
+    shown = [["way", "ms", "fastest", "GiB over results", "distance", "loss"]]
+    for row in result["rows"]:
+        gib = f"{row['peak_over_results_bytes'] / GIB:.3f}"
+        shown.append(
+            [
+                row["way"],
+                f"{row['ms']:.1f}",
+                f"{row['ms_least']:.1f}",
+                gib,
+                f"{row['distance']:.1e}",
+                f"{row['loss']:.4f}",
+            ]
+        )
+    print(format_columns(shown))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
