@@ -193,23 +193,24 @@ def record_for(
     `setting` and `alive` are from `ambient()`; `alive` is None if the setting is that of the options. `enabled`: the
     pair of an `enable`, or None. This function and the check raise `HookContractError` if the setting has changed.
     """
+    rule = getattr(setting.rule, "asked", setting.rule)  # of what a graph gets of a budget: what the user said
     pair = enabled or (alive if isinstance(alive, Pair) else None)
     if pair is not None and pair.record.is_forgotten:  # torch._dynamo.reset() in an open context
-        pair.record = Record(setting.rule, choose)
-    record = seen.record(setting.rule, choose)
+        pair.record = Record(rule, choose)
+    record = seen.record(rule, choose)
     since = "torch.compile made graphs with it" if alive is None else "its context was entered"
     anew = "Enter a context anew after each change (`with` inside of the loop), or run the hook as it is with "
     anew += "Hook(..., eager=True)"
     if enabled is not None:
         since, anew = "aot_hooks.enable was called", "Call aot_hooks.enable anew after each change"
     if pair is not None:
-        if not pair.record.matches(setting.rule):
+        if not pair.record.matches(rule):
             raise _changed(setting, since, anew)
         pair.record.add(record)
 
     def check() -> None:
         now = setting if pair is None else _as_entered(pair)
-        if not record.matches(now.rule):
+        if not record.matches(getattr(now.rule, "asked", now.rule)):
             raise _changed(now, since, anew)
 
     return record, check
