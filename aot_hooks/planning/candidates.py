@@ -44,6 +44,7 @@ from ..passes.plan import Plan
 from ..settings.setting import choose
 from ..steps.schedule import DECIDED_LATER
 from ..torch_private import aot
+from ..torch_private.values import hint
 from .in_step import bytes_of
 from .kernels import split_and_hold
 from .options import Graphs, Joint, error_of, layers_of, storages_in_scope
@@ -173,7 +174,7 @@ def _blocks(stock: Graphs, *, one_block: bool) -> dict[Node, str]:
     """
     nodes = [n for n in stock.fw.graph.nodes if n.op == "call_function"]
     layers = layers_of([place_of(n, stock.roots)[0] for n in nodes])
-    sizes = {n: value.numel() for n in nodes if isinstance(value := n.meta.get("val"), torch.Tensor)}
+    sizes = {n: hint(value.numel()) for n in nodes if isinstance(value := n.meta.get("val"), torch.Tensor)}
     small = {n for n, size in sizes.items() if 1 < _STATISTIC * size < max(sizes.values())}
     statistics = {n for n in small if n.all_input_nodes and small.issuperset(n.all_input_nodes)}
     block = (lambda layer: "block") if one_block else (lambda layer: layer)
