@@ -210,14 +210,14 @@ class Graph:
             mode = Mode.PLANNED if found[0].in_step is not None else self.mode
             growth = 1 / self.share_of(sizes)
             nbytes, ms = Bytes.total(map(own_bytes, found)).times(growth), sum(plan.after_ms for plan in found)
-            version = Version(self, mode, nbytes, ms)
+            version = Version(self, mode, nbytes, ms=ms)
             self.group.compiled_count += 1
             self.group.clock = self.group.clock or clock_of(plans)
             if mode is Mode.PLANNED:
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
                 if tight_plans:
                     version.tight = Version(
-                        self, mode, own_bytes(tight_plans[0]), tight_plans[0].after_ms, is_tight=True
+                        self, mode, own_bytes(tight_plans[0]), is_tight=True, ms=tight_plans[0].after_ms
                     )
                     as_planned = self.least is not None and version.tight.nbytes.held <= self.least.held
                     version.tight_calls = plans[0].in_step.tight_calls if plans[0].in_step else 0
@@ -285,7 +285,8 @@ class Group:
         incomplete: how many steps in a row had calls without a backward.
         counted: whether `least` is planned for the number of calls in `traces`, not for an unknown number.
         clock: of the device; None on a CPU, or before anything was compiled.
-        compiled_count: how many versions were compiled, which tells the steps that only ran.
+        compiled_count: how many versions were compiled; `compiled_before`: up to the end of the last step. This tells
+            the steps that only ran.
         slowness: see `Whole`. `is_timed`: a step was timed for it, or none will be. `has_waited`: a plan has waited.
         restored: graphs of loaded plans that were not compiled yet, by their programs.
     """
@@ -307,6 +308,7 @@ class Group:
     counted: bool = False
     clock: Clock | None = None
     compiled_count: int = 0
+    compiled_before: int = 0
     slowness: float = 1.0
     is_timed: bool = False
     has_waited: bool = False
@@ -343,7 +345,7 @@ class Group:
             if not step.events:
                 step.notes_parameters = self.notes_parameters
                 if self.clock is not None and not self.is_timed:
-                    step.began = self.clock.now(), self.compiled_count
+                    step.began = self.clock.now(), self.compiled_before
                 allocated = None if self.check is None else self.check.begins()
                 # what is gathered for the first call is of the step
                 step.allocated = None if allocated is None else allocated - self.gathered_bytes
@@ -389,6 +391,7 @@ class Group:
     def on_step_end(self, step: Step) -> None:
         """Plan for `step`, if it is not one that fits."""
         self.ended += 1
+        self.compiled_before = self.compiled_count
         gathered, gathered_first = gathered_bytes(step)
         self.gathered_bytes = max(self.gathered_bytes, gathered_first)
         trace = step.trace()

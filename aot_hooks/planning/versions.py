@@ -28,19 +28,19 @@ class Version:
 
     Attributes:
         tight: a version that holds less, which the first `tight_calls` calls of the graph in a step run.
-        ms: the predicted time of a call, in milliseconds.
         loose_calls: how many may run this one at the same time, if there is a tight one.
         is_tight: it is such a version.
+        ms: the predicted time of a call, in milliseconds.
     """
 
     graph: Any
     mode: Mode
     nbytes: Bytes
-    ms: float = 0.0
     tight: Version | None = None
     tight_calls: int = 0
     loose_calls: int = 0
     is_tight: bool = False
+    ms: float = 0.0
 
     def for_next_call(self, step: Step) -> Version:
         """The version for the next call in `step`: the tight one, until all planned tight calls hold saved tensors.

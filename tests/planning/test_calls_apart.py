@@ -260,12 +260,6 @@ def test_both_versions_are_right_with_inductor_and_without_caches(x, ran):
     assert {"tight", "loose"} <= set(ran)
 
 
-def test_a_step_is_stored_without_hooks_and_names():
-    value = Value(("v",), 10, 1, 2, options=(Option("hook", object(), 3, 1.0, again=("mm",)),), where="block.up")
-    stored = apart.as_data(PlannedStep((10,), (value,), (4.0,), nodes=("forward mm",), places=("block",)))
-    assert stored == PlannedStep((10,), (Value((), 10, 1, 2, options=(Option("hook", None, 3, 1.0),)),), (4.0,))
-
-
 def test_a_compilation_apart_leaves_its_facts_in_a_context_of_its_own(x):
     def check(gm: Any, _: Any) -> Any:
         context = torch._guards.TracingContext.get()
