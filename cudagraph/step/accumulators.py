@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from ..torch_private import cuda as torch_cuda
 from ..torch_private.distributed import reduced_parameters, replicas_in, with_local_part
 from ..tree.capture import CannotCapture
 
@@ -74,12 +75,17 @@ def renew(x: torch.Tensor) -> None:
     """Have the leaf `x` forget its accumulator: the next forward makes a new one, on the stream of that time.
 
     Torch makes a leaf forget it where its data get another dtype. Here they get their own back at once: memory,
-    version, `grad` and hooks of `x` are as before. A graph that holds the old one still adds to `x.grad`.
+    version, `grad` and hooks of `x` are as before. A backward of a graph that holds the old one still adds to `x.grad`,
+    but such a graph does not know `x` as an input of `torch.autograd.grad` any more.
     """
     data = x.data
     other = torch.float16 if x.dtype != torch.float16 else torch.float32
-    x.data = with_local_part(x, torch.empty(0, dtype=other, device=x.device))
-    x.data = data
+    empty = with_local_part(x, torch.empty(0, dtype=other, device=x.device))
+    with torch_cuda.without_functions():  # under a mode an assignment runs Python code, which may be interrupted
+        try:
+            x.data = empty
+        finally:
+            x.data = data
 
 
 def renew_for_capture(leaves: Mapping[str, torch.Tensor], objects: Collection[Any]) -> None:
@@ -96,13 +102,8 @@ def renew_for_capture(leaves: Mapping[str, torch.Tensor], objects: Collection[An
     for path, x in old.items():
         if is_held(x):
             raise CannotCapture(why_held(path))
-    for model in _other_replicas(replicas):
-        theirs = {id(x) for x in model.parameters()}
-        if shared := [path for path, x in old.items() if id(x) in theirs]:
-            raise CannotCapture(
-                f"{shared[0]} is a parameter of a DistributedDataParallel that the step does not reach; "
-                "give it with state="
-            )
+    if reason := why_shared(old, replicas):
+        raise CannotCapture(reason)
     for x in old.values():
         renew(x)
 
@@ -114,9 +115,26 @@ def why_held(path: str) -> str:
     )
 
 
+def why_shared(leaves: Mapping[str, torch.Tensor], known: Collection[Any]) -> str | None:
+    """Why the accumulators of `leaves` must stay: a replicated model that is not among `known` has hooks on them."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    for model in _other_replicas(known):
+        theirs = {id(x) for x in model.parameters()}
+        if shared := [path for path, x in leaves.items() if id(x) in theirs]:
+            return f"{shared[0]} is a parameter of another DistributedDataParallel, which the step does not use"
+    return None
+
+
 def _other_replicas(known: Collection[Any]) -> list[torch.nn.parallel.DistributedDataParallel]:
     """Replicated models that are not among `known`. They have hooks on accumulators that only C++ sees."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return []
     ours, kind = set(map(id, known)), torch.nn.parallel.DistributedDataParallel
-    return [x for x in gc.get_objects() if issubclass(type(x), kind) and id(x) not in ours]
+    is_frozen = gc.get_freeze_count() > 0  # then `get_objects` leaves out what was there before
+    if is_frozen:
+        gc.unfreeze()
+    try:
+        return [x for x in gc.get_objects() if issubclass(type(x), kind) and id(x) not in ours]
+    finally:
+        if is_frozen:
+            gc.collect()  # what is garbage now would stay for ever
+            gc.freeze()

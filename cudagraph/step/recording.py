@@ -35,7 +35,7 @@ from ..tree.dispatch import as_they_are
 from ..tree.node import Cursor
 from ..tree.record import Snapshot
 from ..tree.tree import one_capture
-from .accumulators import is_held, renew_for_capture, why_held
+from .accumulators import is_held, renew_for_capture, why_held, why_shared
 from .gradients import Gradients, LastGradients
 from .host import ALL, HostState
 from .inputs import Inputs, arguments_of
@@ -187,12 +187,16 @@ def parallel(host: HostState) -> str | None:
         names = {cls.__name__ for cls in type(value).__mro__} & PARALLEL
         if names:
             return f"the model is a {names.pop()}, and what processes send each other is not captured"
-    for replica in replicas_in(host.objects()):
+    replicas = replicas_in(host.objects())
+    for replica in replicas:
         if reason := reason_against_replica(replica):
             return f"its DistributedDataParallel can't be captured: {reason}"
-        for name, x in replica.named_parameters():
+        parameters = dict(replica.named_parameters())
+        for name, x in parameters.items():
             if is_held(x):
                 return why_held(name)
+        if (reason := why_shared(parameters, replicas)) is not None:
+            return reason
     if (backend := uncounted_backend()) is not None:
         return f"the backend {backend!r} of a group of processes does not count collectives: does the step have any?"
     return None

@@ -9,12 +9,14 @@ While calls follow each other, nothing is asked of the device: the query could b
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+log = logging.getLogger("cudagraph")
 LOOKS = 8  # at the clock, within the time limit
 
 
@@ -30,21 +32,29 @@ class Watchdog:
     def __init__(self, event: Any, limit_s: float, give_up: Callable[[int], None]) -> None:
         self._event, self._limit_s, self._give_up = event, limit_s, give_up
         self._last: tuple[float, int] | None = None  # when the last call ended, and its thread
+        self._lock = threading.Lock()  # so that the event and `_last` are of one call
         closed = threading.Event()
         threading.Thread(target=_look, args=(weakref.ref(self), closed, limit_s / LOOKS), daemon=True).start()
         weakref.finalize(self, closed.set)
 
     def launched(self, stream: Any) -> None:
         """Note that a call has launched its work on `stream`."""
-        self._event.record(stream)
-        self._last = time.monotonic(), threading.get_ident()
+        with self._lock:
+            self._event.record(stream)
+            self._last = time.monotonic(), threading.get_ident()
 
     def look(self) -> None:
         """Give up if the last call is too long ago and not done."""
-        if self._last is None or time.monotonic() - self._last[0] < self._limit_s:
-            return
-        (_, thread), self._last = self._last, None
-        if not self._event.query():
+        with self._lock:
+            if self._last is None or time.monotonic() - self._last[0] < self._limit_s:
+                return
+            (_, thread), self._last = self._last, None
+            try:
+                is_done = self._event.query()
+            except RuntimeError as error:  # of the device, which the next call meets as well
+                log.warning("nobody watches the last call for ranks that are gone: %s", error)
+                return
+        if not is_done:
             self._give_up(thread)
 
 

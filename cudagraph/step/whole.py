@@ -313,7 +313,13 @@ class WholeStep:
         before = unsettled_count()
         result = self._warm_up(flat, spec)
         self.unsettled_calls = 0 if unsettled_count() == before else self.unsettled_calls + 1
-        is_settled = self.unsettled_calls % (MOST_UNSETTLED_CALLS + 1) == 0
+        is_settled = not 0 < self.unsettled_calls <= MOST_UNSETTLED_CALLS
+        if self.unsettled_calls == MOST_UNSETTLED_CALLS:
+            log.info(
+                "%s compiles or tries plans in each of %d calls: what it does now is recorded",
+                self.name,
+                MOST_UNSETTLED_CALLS,
+            )
         try:
             self.warm[key] = self._host(), way.done if is_settled else 0
         except CannotCompare as error:  # the next call says so; this one has run

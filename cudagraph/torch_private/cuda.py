@@ -50,6 +50,7 @@ SYMBOLS: dict[str | Needed, str] = {
     "._cuda_clearCublasWorkspaces",
     Needed("replaying", cuda=True): "torch._C._CUDAGraph.replay",
     Needed("PYTORCH_NO_CUDA_MEMORY_CACHING", ("2.15.0",), cuda=True): "torch._C._cuda_cudaCachingAllocator_is_enabled",
+    "a capture with accumulators of its own": "torch._C.DisableTorchFunction",
     "watching the operators of a step": "torch.utils._python_dispatch.TorchDispatchMode "
     ".is_traceable_wrapper_subclass_type torch._guards.active_fake_mode",
     "telling whether a step reads gradients": "torch.Tensor._make_wrapper_subclass",
@@ -187,6 +188,7 @@ dict_version: Callable[[dict[Any, Any]], int] = late(need, "torch._C._dynamo.gua
 dispatch_modes: Callable[[], int] = late(need, "torch._C._len_torch_dispatch_stack")  # how many are on
 # The modes of `torch.overrides` that are on, such as `torch.set_default_device` makes.
 function_modes: Callable[[], list[Any]] = late(need, "torch.overrides._get_current_function_mode_stack")
+without_functions: Callable[[], Any] = late(need, "torch._C.DisableTorchFunction")  # a context without these modes
 capturable_devices: Callable[[], list[str]] = late(need, "torch.optim.optimizer._get_capturable_supported_devices")
 # The saved-tensor hooks that are on: called with False, the innermost pair, or None.
 top_saved_tensor_hooks: Callable[[bool], Any] = late(need, "torch._C._autograd._top_saved_tensors_default_hooks")
