@@ -62,8 +62,6 @@ class Record:
         description = described(rule)
         if description.frozen or description.text != self.text:
             return description.text == self.text
-        if self.is_forgotten:  # its tokens can't come again, and to ask for one is a trace by Dynamo
-            return False
         cache: dict[Any, Any] = {}
         try:
             return all(self._repeats(choice, rule, cache) for choice in list(self.choices))
@@ -75,9 +73,7 @@ class Record:
         try:
             for choice in list(self.choices):
                 (token,) = choice.tokens
-                if token is None or choice.row is not None or token[0].is_forgotten(token):
-                    return False
-                if token[0].token(pack, unpack) != token:
+                if token is None or choice.row is not None or token[0].token(pack, unpack) != token:
                     return False
         except AotHooksError:
             return False

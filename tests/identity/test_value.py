@@ -21,7 +21,6 @@ from aot_hooks import Hook, saved_tensors_hooks, saved_tensors_policy
 from aot_hooks.context.pairs import Pair
 from aot_hooks.errors import RecompileWarning
 from aot_hooks.identity.frozen import described
-from aot_hooks.identity.probes import Probe
 
 
 def live_pairs() -> int:
@@ -340,22 +339,6 @@ def test_past_the_recompile_limit_hooks_still_hold(model: Chain, x: Tensor) -> N
             assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
         aot_hooks.reset()
         gc.collect()
-
-
-def test_hooks_of_graphs_that_a_reset_dropped_are_not_traced_again(model: Chain, x: Tensor) -> None:
-    """Each compilation keeps its pair alive here, and its sizes differ, so each pair would be a trace of its own."""
-    traces, alive = [], []
-    with pytest.MonkeyPatch.context() as patch:
-        trace = Probe._backend
-        patch.setattr(Probe, "_backend", lambda probe, *arguments: traces.append(1) or trace(probe, *arguments))
-        for i in range(4):
-            torch._dynamo.reset()
-            traces.clear()
-            call = compiled(model)
-            with saved_tensors_hooks(*scale(3)):
-                gradients(call, model, torch.ones(i + 2, 3, requires_grad=True))
-                alive.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
-    assert len(alive) == 4 and len(traces) == 1
 
 
 def test_a_hook_of_a_dropped_function_compiles_again(model: Chain, x: Tensor) -> None:
