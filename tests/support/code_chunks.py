@@ -49,14 +49,14 @@ def codes_of(policy: Any, chunk: Any, tokens: int, width: int, words: int, layer
     labels = torch.zeros(1, tokens, dtype=torch.long)
     pretend_cuda()
     torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
-    in_chunks = backend._in_chunks
+    in_chunks = backend._in_parts
 
     def in_chunks_on_cuda(options: Any, gm: Any, *rest: Any) -> Any:
         on_cuda(gm)
         return in_chunks(options, gm, *rest)
 
     with (
-        mock.patch.object(backend, "_in_chunks", in_chunks_on_cuda),
+        mock.patch.object(backend, "_in_parts", in_chunks_on_cuda),
         mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200),
     ):
         options = {} if policy is None else {"recompute_pointwise": True}
