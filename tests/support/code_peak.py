@@ -34,10 +34,10 @@ from torch.fx import GraphModule
 from triton_code import pretend
 
 import aot_hooks
+from aot_hooks import backend
 from aot_hooks.graphs.roofline import CALL_MS, COPY_MS, LAUNCH_MS, host_ms
 from aot_hooks.graphs.speeds import Rates
 from aot_hooks.planning.budget import ALLOWED
-from aot_hooks.planning.planner import Planner
 from aot_hooks.torch_private.aot import keeps_tangents
 
 H200 = Rates(55e9, 55e9, 3.9e12, 8.2e14, 5.2e13)
@@ -170,11 +170,12 @@ def compiled(
     """The phase of each graph, its code, and the kernels that a plan counts; and the plans."""
     codes: list[tuple[str, str, int]] = []
     counted = 0
-    partition_within, inner = Planner.partition, compile_fx.compile_fx_inner
+    carry_names, inner = backend.carry_names, compile_fx.compile_fx_inner
 
-    def partition(joint: Any, **named: Any) -> Any:
-        on_cuda(joint.gm)
-        return partition_within(joint, **named)
+    def moved(graph: torch.fx.Graph) -> None:
+        """Before anything is read off the joint graph, such as its split without hooks."""
+        on_cuda(types.SimpleNamespace(graph=graph, recompile=lambda: None))  # type: ignore[arg-type]
+        carry_names(graph)
 
     def compile_inner(gm: GraphModule, _: Any, **named: Any) -> Any:
         nonlocal counted
@@ -187,7 +188,7 @@ def compiled(
 
     compiled = torch.compile(model, backend="aot_hooks", options={"policy": policy, **options})
     with (
-        mock.patch.object(Planner, "partition", staticmethod(partition)),
+        mock.patch.object(backend, "carry_names", moved),
         mock.patch.object(compile_fx, "compile_fx_inner", compile_inner),
         mock.patch.object(GraphLowering, "compile_to_module", keep_code),
         mock.patch("torch._inductor.async_compile.AsyncCompile.use_process_pool", lambda *_: False),
