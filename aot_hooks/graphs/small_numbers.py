@@ -76,7 +76,7 @@ class Elementwise:
         return self._known[node]
 
     def _chain_of(self, node: Node) -> dict[Node, None]:
-        """`node`, what it is computed from if that is one tensor, what that is computed from, and so on."""
+        """The nodes that lead to `node`, nearest first: each is computed from the next one and no other tensor."""
         found: dict[Node, None] = {}
         while node not in found:
             found[node := self._forward_node_of.get(node, node)] = None

@@ -34,8 +34,8 @@ class TightCalls(NamedTuple):
         ms: the time of a call that holds the least.
         calls: how many there are.
         peak: bytes that the whole step may take.
-        counts: a tuple for each number of calls that hold the least: that number, what is alive beside one of the other
-            calls, and the bytes of the step while a call that holds the least runs.
+        counts: possible numbers of calls that hold the least. Each number comes with what is alive beside one of the
+            other calls, and with the bytes of the step while a call at its least runs.
     """
 
     ms: float

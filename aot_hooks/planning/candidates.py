@@ -146,7 +146,7 @@ def error_within(plan: Plan, way: Way, stock: Graphs) -> float:
 def computed_again(
     again: str, joint: Joint, stock: Graphs, most_ms: float = math.inf, *, one_block: bool = False
 ) -> Graphs | None:
-    """The graphs that compute again what `again` says; `stock`: those that compute nothing again.
+    """Graphs whose backward computes again what `again` says. The graphs `stock` compute nothing again.
 
     None if there is nothing like that, or if products alone take `most_ms`: a split takes as long as a compilation's.
     `one_block`: the graph is a block.

@@ -81,7 +81,7 @@ class Graph:
         compiled_count: how often it was compiled for a step of many calls.
         sizes: the products of symbolic sizes that its bytes are for. A call of larger ones gets a graph of its own.
         grown: how many graphs for smaller sizes were before it.
-        frees_inputs: its calls are all that holds what they read of one another, see steps/parameters.py.
+        frees_inputs: nothing else holds what passes from one of its calls to the next, see steps/parameters.py.
         program: the digest of what its plans depend on, see stored.py; "" if nobody asked for it.
         recipe, tight_recipe: loaded plans of its versions, to be made in place of a search.
         codes: weak references to the code of its functions.
@@ -355,7 +355,8 @@ class Group:
             return
         recorder, step = self.recorder, self.step
         with _lock:
-            call = recorder.saves(version, _with_gradient(args), _with_gradient(pytree.tree_leaves(outputs)))
+            noted = (args, pytree.tree_leaves(outputs)) if step.notes_parameters else ((), ())
+            call = recorder.saves(version, *map(_with_gradient, noted))
             alone = version.mode is version.graph.mode is Mode.ALONE
             held = held_bytes(step)
             if alone and len(step.holding) > 1 and held > _SMALL * self.peak_bytes:

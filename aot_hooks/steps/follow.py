@@ -170,7 +170,7 @@ class CapturedStep:
     """A step while a CUDA graph captures it. Replays repeat what it decides, so the recorder knows nothing of it.
 
     Attributes:
-        known: the step that has run before, whose plan it follows; None from the first event on that differs.
+        known: an earlier step, whose plan this one follows. None once an event differs from that step's.
         items: by number.
         calls: the number of the call of each item.
         begun, open: how many calls have saved tensors, and how many of them hold some.

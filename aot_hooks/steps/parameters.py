@@ -1,6 +1,6 @@
 """What parameters have on the device beside the calls of a step: gradients, and memory that is gathered for a while.
 
-Also whether calls are all that holds what they read: the blocks of a model, each of which reads what the last returned.
+Also whether anything but the calls of a step holds what passes from one to the next, as from block to block of a model.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def gathered_bytes(step: Step) -> tuple[int, int]:
 def frees_inputs(step: Step, graph: Any) -> bool:
     """Whether the calls of `graph` are a chain, and what is between two of them is held by them alone.
 
-    So it is a value of the step, as others inside of a graph are. A program that keeps hidden states holds them, too.
+    So it is a value of the step, as others inside of a graph are. A program that keeps hidden states holds their
+    memory, also as `hidden.detach()`.
     """
     calls = [call for call in step.calls if call.what.graph is graph]
     last = step.events[-1].call  # this call may hold its inputs still: the end of the step is the end of its backward
-    held = any(ref() is not None for call in calls if call.number != last for ref in call.inputs)
+    held = any(not memory.expired() for call in calls if call.number != last for memory in call.inputs)
     return len(calls) > 1 and not held and all(call.inputs and call.is_chained for call in calls[1:])
 
 

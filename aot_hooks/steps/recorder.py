@@ -25,6 +25,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import warn_user
 from ..torch_private import autograd
@@ -95,8 +96,9 @@ class Call:
         what: what runs, see `Trace.calls`.
         was_read: its backward has run, at least once.
         parameters: weak references to the parameters that it reads, if its step notes them.
-        inputs: likewise, to other tensors with a gradient that it reads. `outputs`: to those that it returned.
-        is_chained: a call of the same graph returned all `inputs`.
+        outputs: likewise, to tensors with a gradient that it returned.
+        inputs: the memory of other tensors with a gradient that it reads.
+        is_chained: a call of the same graph returned all these.
     """
 
     step: int
@@ -104,7 +106,7 @@ class Call:
     what: Any
     was_read: bool = False
     parameters: Sequence[weakref.ref[torch.Tensor]] = ()
-    inputs: Sequence[weakref.ref[torch.Tensor]] = ()
+    inputs: Sequence[StorageWeakRef] = ()
     outputs: Sequence[weakref.ref[torch.Tensor]] = ()
     is_chained: bool = False
 
@@ -207,7 +209,8 @@ class Recorder:
             if step.notes_parameters:
                 made = [x for x in inputs if not x.is_leaf]
                 call.parameters = [weakref.ref(x) for x in inputs if x.is_leaf]
-                call.inputs, call.outputs = [*map(weakref.ref, made)], [*map(weakref.ref, outputs)]
+                call.inputs = [StorageWeakRef(x.untyped_storage()) for x in made]
+                call.outputs = [*map(weakref.ref, outputs)]
                 same = (other for other in step.calls if self.kind_of(other.what) == self.kind_of(what))
                 known = {id(x) for other in same for ref in other.outputs if (x := ref()) is not None}
                 call.is_chained = known.issuperset(map(id, made))
