@@ -59,6 +59,37 @@ def test_what_is_done_or_followed_by_another_call_is_no_wait():
     assert event.queries == 1
 
 
+def test_a_question_and_a_new_call_do_not_meet():
+    """An event that a new call has just recorded is not done, and must not count for the call before it."""
+
+    class Slow(Event):
+        def record(self, stream):
+            self.done = False
+            time.sleep(LIMIT_S / 4)  # the watchdog looks now
+            super().record(stream)
+
+    event = Slow(done=False)
+    watchdog = Watchdog(event, LIMIT_S, lambda thread: pytest.fail("gave up"))
+    for _ in range(3):
+        watchdog.launched("stream")
+        event.done = True
+        wait(0.9 * LIMIT_S)  # idle: the next call comes when the watchdog is about to ask
+    assert len(event.recorded) == 3
+
+
+def test_an_event_that_can_not_be_asked_ends_no_watch(caplog):
+    event, given_up = Event(done=False), []
+    watchdog = Watchdog(event, LIMIT_S, given_up.append)
+    ask, event.query = event.query, lambda: (_ for _ in ()).throw(RuntimeError("of the device"))
+    watchdog.launched("stream")
+    wait(2 * LIMIT_S)
+    assert "nobody watches the last call for ranks that are gone: of the device" in caplog.text and not given_up
+    event.query = ask
+    watchdog.launched("stream")
+    wait(2 * LIMIT_S)
+    assert given_up == [threading.get_ident()]
+
+
 def test_the_thread_ends_with_its_watchdog():
     before = threading.active_count()
     watchdog = Watchdog(Event(done=True), LIMIT_S, lambda thread: None)

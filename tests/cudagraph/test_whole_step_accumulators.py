@@ -123,6 +123,67 @@ def test_a_replicated_model_that_the_step_does_not_reach(device, process_group):
     assert replicated.module is net
 
 
+def test_a_model_whose_parameters_another_replicated_model_has(device, process_group):
+    """Two models share a layer. New accumulators of one would lack the hooks of the other, which exchange gradients."""
+    net = Net().to(device)
+    step_model, other = (nn.parallel.DistributedDataParallel(nn.Sequential(net)) for _ in range(2))
+    exchanged = []
+
+    def hook(_, bucket):
+        exchanged.append(bucket.buffer().numel())
+        found = torch.futures.Future()
+        found.set_result(bucket.buffer())
+        return found
+
+    other.register_comm_hook(None, hook)
+
+    def run(x, y):
+        step_model.zero_grad()
+        loss = F.mse_loss(step_model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    step = cudagraph.whole_step(run)
+    for x, y in batches(device, 4):
+        step(x, y)
+        F.mse_loss(other(x), y).backward()
+    assert "is a parameter of another DistributedDataParallel" in step.refused
+    assert sum(exchanged) == 4 * sum(p.numel() for p in net.parameters())
+
+
+def test_frozen_objects_are_searched_for_replicated_models(device, process_group):
+    net, kept, run = kept_loss_and_step(device)
+    replicated = nn.parallel.DistributedDataParallel(net)
+    step = cudagraph.whole_step(run)
+    gc.freeze()
+    try:
+        for x, y in batches(device, 3):
+            step(x, y)
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    assert "of another DistributedDataParallel, which the step does not use" in step.refused and kept
+    assert replicated.module is net
+
+
+def test_no_python_code_runs_while_a_parameter_is_empty(device):
+    """Under `torch.device` an assignment of data would run Python code, in which an interrupt may come."""
+    x = nn.Parameter(torch.ones(3, device=device))
+    graph, seen = x.clone(), []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append((func, x.dtype))
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        renew(x)
+    assert seen and all(dtype == torch.float32 for _, dtype in seen)
+    assert torch.equal(x, torch.ones(3, device=device)) and not is_alive(x)
+    graph.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, device=device))
+
+
 @pytest.fixture
 def rare_collections():
     """Garbage is collected only where a test lowers the threshold."""

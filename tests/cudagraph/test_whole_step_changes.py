@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import logging
 
 import pytest
 import torch
@@ -242,11 +244,12 @@ def test_a_number_that_is_another_one_in_each_call_is_named(device: torch.device
 class TestWhatMayStillChange:
     """A recording would repeat for ever what was compiled, or planned, in the first calls."""
 
-    def recorded(self, device, monkeypatch, count, calls):
+    def recorded(self, device, monkeypatch, count, calls, warmup_steps=1):
         """How often a step was recorded before each call, if something changes in the first `count` uncaptured ones."""
         uncaptured, before = [], []
         monkeypatch.setattr(settling, "counts", [lambda: min(len(uncaptured), count)])
         step, expected, models, _ = steps(device, sgd)
+        step.options = dataclasses.replace(step.options, warmup_steps=warmup_steps)
         warm_up = step._warm_up
 
         def noted(*args):
@@ -267,3 +270,9 @@ class TestWhatMayStillChange:
     def test_a_step_that_never_settles_is_recorded_all_the_same(self, device, monkeypatch):
         monkeypatch.setattr(whole, "MOST_UNSETTLED_CALLS", 3)
         assert self.recorded(device, monkeypatch, 99, 7) == [0, 0, 0, 0, 0, 1, 1]
+
+    def test_so_is_one_with_two_warm_ups_and_the_log_says_it(self, device, monkeypatch, caplog):
+        caplog.set_level(logging.INFO, "cudagraph")
+        monkeypatch.setattr(whole, "MOST_UNSETTLED_CALLS", 3)
+        assert self.recorded(device, monkeypatch, 99, 8, warmup_steps=2) == [0, 0, 0, 0, 0, 0, 1, 1]
+        assert "compiles or tries plans in each of 3 calls: what it does now is recorded" in caplog.text
