@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import threading
 import types
 import weakref
@@ -45,12 +44,11 @@ from .apart import averaged, tried_counts
 from .assignment import UNSEEN, Assignment, TightCalls
 from .budget import mib
 from .in_step import bytes_of, own_bytes
-from .measured import Clock, StepCheck, clock_of, slowness, step_check
+from .measured import StepCheck, StepTime, step_check
 from .recipe import Recipe
 from .simulated import Whole, whole_of
 from .versions import Mode, Version, held_bytes
 
-log = logging.getLogger("aot_hooks")
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8
@@ -168,7 +166,7 @@ class Graph:
             return graph.ms * (_FORWARD_SHARE if phase == "forward" else 1 - _FORWARD_SHARE)
 
         found = [whole_of(self, trace, lambda graph: graph.share, ms, peak, link_share) for trace in traces]
-        said: dict[str, Any] = {"frees_inputs": self.frees_inputs, "slowness": self.group.slowness}
+        said: dict[str, Any] = {"frees_inputs": self.frees_inputs, "slowness": self.group.time.slowness}
         wholes = tuple(replace(whole, **said) for whole in found if whole is not None)
         return wholes if len(wholes) == len(found) else ()
 
@@ -211,8 +209,7 @@ class Graph:
             growth = 1 / self.share_of(sizes)
             nbytes, ms = Bytes.total(map(own_bytes, found)).times(growth), sum(plan.after_ms for plan in found)
             version = Version(self, mode, nbytes, ms=ms)
-            self.group.compiled_count += 1
-            self.group.clock = self.group.clock or clock_of(plans)
+            self.group.time.compiled(plans)
             if mode is Mode.PLANNED:
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
                 if tight_plans:
@@ -284,10 +281,7 @@ class Group:
         why: why graphs were compiled again last, for the log.
         incomplete: how many steps in a row had calls without a backward.
         counted: whether `least` is planned for the number of calls in `traces`, not for an unknown number.
-        clock: of the device; None on a CPU, or before anything was compiled.
-        compiled_count: how many versions were compiled; `compiled_before`: up to the end of the last step. This tells
-            the steps that only ran.
-        slowness: see `Whole`. `is_timed`: a step was timed for it, or none will be. `has_waited`: a plan has waited.
+        time: how long a step takes over its prediction.
         restored: graphs of loaded plans that were not compiled yet, by their programs.
     """
 
@@ -306,12 +300,7 @@ class Group:
     why: str = ""
     incomplete: int = 0
     counted: bool = False
-    clock: Clock | None = None
-    compiled_count: int = 0
-    compiled_before: int = 0
-    slowness: float = 1.0
-    is_timed: bool = False
-    has_waited: bool = False
+    time: StepTime = field(default_factory=StepTime)
     restored: dict[str, Graph] = field(default_factory=dict)
     busy: int = 0
     warned_bytes: int = 0
@@ -344,8 +333,7 @@ class Group:
             step = self.recorder.before_call()
             if not step.events:
                 step.notes_parameters = self.notes_parameters
-                if self.clock is not None and not self.is_timed:
-                    step.began = self.clock.now(), self.compiled_before
+                step.began = self.time.begins()
                 allocated = None if self.check is None else self.check.begins()
                 # what is gathered for the first call is of the step
                 step.allocated = None if allocated is None else allocated - self.gathered_bytes
@@ -392,7 +380,7 @@ class Group:
     def on_step_end(self, step: Step) -> None:
         """Plan for `step`, if it is not one that fits."""
         self.ended += 1
-        self.compiled_before = self.compiled_count
+        self.time.ends()
         gathered, gathered_first = gathered_bytes(step)
         self.gathered_bytes = max(self.gathered_bytes, gathered_first)
         trace = step.trace()
@@ -440,7 +428,8 @@ class Group:
             if any(graph.compiled_count >= _MOST_COMPILED for graph in graphs):
                 why = f"they were, {_MOST_COMPILED} times"
             self.busy = self.busy + 1 if why == dynamo.BUSY else 0
-            if not why and self.waits_for_time(step):
+            predicted_ms = sum(call.what.ms for call in step.calls)
+            if not why and "offload" in self.budget.allow and self.time.waits(step.began, predicted_ms):
                 self.notes_parameters = self.needs_plan = True
                 return
             if not why:
@@ -452,23 +441,6 @@ class Group:
                 self.accepted.append(trace)
             if why and not 0 < self.busy < _MOST_BUSY:
                 self.warn(taken, step, why)
-
-    def waits_for_time(self, step: Step) -> bool:
-        """Whether the plan waits for the next step, to know how long steps take: this one compiled something.
-
-        Copies hide in the time that a step takes. With exchanges of ranks, or on a slow host, that is more than what
-        its graphs are predicted to take.
-        """
-        if self.is_timed or self.clock is None or "offload" not in self.budget.allow:
-            return False
-        began, compiled_count = step.began or (None, 0)
-        if compiled_count != self.compiled_count:
-            self.is_timed, self.has_waited = self.has_waited, True  # once: there may be no step that compiles nothing
-            return not self.is_timed
-        self.is_timed = True
-        self.slowness = slowness(self.clock.ms_since(began), sum(call.what.ms for call in step.calls))
-        log.info("%r: a step takes %.2f times as long as predicted, in quarters", self.budget, self.slowness)
-        return False
 
     def measure(self, step: Step) -> None:
         """Compare what `step` took with the budget, if all of it is planned; once it is over, plan less."""

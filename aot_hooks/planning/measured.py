@@ -102,6 +102,50 @@ def slowness(ms: float, predicted_ms: float) -> float:
     return min(max(1.0, math.floor(4 * ms / predicted_ms) / 4), _MOST_SLOWNESS) if predicted_ms else 1.0
 
 
+@dataclass
+class StepTime:
+    """How long a step takes over what is predicted for its graphs, measured once, in a step that compiles nothing.
+
+    Copies hide in the time that a step takes. With exchanges of ranks, or on a slow host, that is more than predicted.
+
+    Attributes:
+        slowness: that ratio, see `Whole`; 1 if it was not measured.
+        is_known: it was measured, or will not be.
+    """
+
+    slowness: float = 1.0
+    is_known: bool = False
+    _clock: Clock | None = None  # None on a CPU, or before anything was compiled
+    _compiled: int = 0  # how many versions of graphs were
+    _compiled_before: int = 0  # up to the end of the last step
+    _has_waited: bool = False
+
+    def compiled(self, plans: Sequence[Plan]) -> None:
+        self._compiled += 1
+        self._clock = self._clock or clock_of(plans)
+
+    def begins(self) -> Any:
+        """A mark for a step that begins; None if none is needed."""
+        return None if self._clock is None or self.is_known else (self._clock.now(), self._compiled_before)
+
+    def ends(self) -> None:
+        """A step has ended. What is compiled from now on counts for the next one."""
+        self._compiled_before = self._compiled
+
+    def waits(self, began: Any, predicted_ms: float) -> bool:
+        """Whether a plan has to wait for the next step: the one that `began` compiled something. At most once."""
+        if self.is_known or self._clock is None:
+            return False
+        mark, compiled_before = began or (None, -1)
+        if compiled_before != self._compiled:
+            self.is_known, self._has_waited = self._has_waited, True
+            return not self.is_known
+        self.is_known = True
+        self.slowness = slowness(self._clock.ms_since(mark), predicted_ms)
+        log.info("a step takes %.2f times as long as predicted, in quarters", self.slowness)
+        return False
+
+
 def checked(run: Callable[..., Any], budget: Assignment, plans: Sequence[Plan], wrapper: Any) -> Callable[..., Any]:
     """`run`, a compiled forward with `plans`, with the peaks of its first steps compared with `budget`.
 

@@ -21,6 +21,7 @@ from ..steps.memory import Bytes
 from ..steps.moments import Instant
 from . import many
 from .assignment import Assignment
+from .measured import StepTime
 from .recipe import Recipe
 from .versions import Mode
 
@@ -139,7 +140,7 @@ def _state_data(graph: many.Graph) -> dict[str, Any]:
         "ms": graph.ms,
         "is_nested": graph.is_nested,
         "frees_inputs": graph.frees_inputs,
-        "slowness": graph.group.slowness,
+        "slowness": graph.group.time.slowness,
         "calls": graph.calls,
         "sizes": [[[list(power) for power in product], n] for product, n in graph.sizes.items()],
     }
@@ -261,7 +262,7 @@ def _restore_state(graph: many.Graph, loaded: Loaded) -> many.Graph:
     graph.mode, graph.program = loaded.mode, loaded.program.digest
     graph.ms, graph.is_nested, graph.calls = float(state["ms"]), bool(state["is_nested"]), int(state["calls"])
     graph.frees_inputs = bool(state["frees_inputs"])
-    graph.group.slowness, graph.group.is_timed = float(state["slowness"]), True  # the recipe was made with it
+    graph.group.time = StepTime(float(state["slowness"]), is_known=True)  # that the recipe was made with
     graph.sizes = {tuple((int(i), int(p)) for i, p in product): int(n) for product, n in state["sizes"]}
     graph.was_planned = graph.is_fixed = loaded.mode is Mode.PLANNED
     graph.recipe, graph.tight_recipe = loaded.recipe, loaded.tight

@@ -16,6 +16,7 @@ from small_budgets import budget
 import aot_hooks
 from aot_hooks.offloading import at_run_time
 from aot_hooks.planning import candidates, many
+from aot_hooks.planning import measured as measuring
 from aot_hooks.planning.measured import slowness
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
@@ -139,8 +140,8 @@ def test_a_plan_that_may_send_waits_for_a_step_that_is_timed(x, link, compiled_k
     """The first step compiles, so its time says nothing. The second one takes longer than its graphs: copies hide."""
     seen: list[float] = []
     whole_of = many.whole_of
-    monkeypatch.setattr(many, "clock_of", lambda plans: Clock())
-    monkeypatch.setattr(many, "slowness", lambda ms, predicted_ms: seen.append(predicted_ms) or 2.5)
+    monkeypatch.setattr(measuring, "clock_of", lambda plans: Clock())
+    monkeypatch.setattr(measuring, "slowness", lambda ms, predicted_ms: seen.append(predicted_ms) or 2.5)
     monkeypatch.setattr(many, "whole_of", lambda *args: seen.append(0.0) or whole_of(*args))
     caplog.set_level(logging.INFO, "aot_hooks")
     model = model_of(*[Block] * 8)
