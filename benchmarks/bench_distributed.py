@@ -3,12 +3,14 @@
     torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --json out.json
     torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --parallel ddp --rows stock,offload
     torchrun --nproc-per-node 1 benchmarks/bench_distributed.py --varied --rows stock,float8     lengths that differ
-    bash benchmarks/bench_distributed.sh 2          all three parallels, the rows that a release needs
+    torchrun --nproc-per-node 4 benchmarks/bench_distributed.py --parallel pipeline --rows stock,offload
+    bash benchmarks/bench_distributed.sh 2          each parallel, the rows that a release needs
 
-The work is benchmarks/model.py with one sequence a rank. `fsdp` and `tp` compile block by block, `ddp` compiles the
-whole model, which Dynamo cuts at the buckets. Times are those of the slowest rank, in a loop that waits for the device
-after each step. Bytes are of rank 0, over what is allocated before the step: parameters and gradients. Each row is
-printed, and written, as soon as it is measured.
+The work is benchmarks/model.py with one sequence a rank. All but `ddp` compile block by block; `ddp` compiles the whole
+model, which Dynamo cuts at the buckets. `fsdp_tp` splits each block over two ranks, and shards it over the others.
+`pipeline` gives each rank as many blocks, and runs 8 sequences as microbatches (1F1B). Times are those of the slowest
+rank, in a loop that waits for the device after each step. Bytes are of rank 0, over what is allocated before the step:
+parameters and gradients. Each row is printed, and written, as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from model import Stack, stack_and_input
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import aot_hooks
@@ -74,6 +77,7 @@ BUDGETS = {  # a share of a row's peak
 }
 ROWS = ("stock", "checkpointing", *HOOKS, *CAPTURED, *BUDGETS, "save_on_cpu")
 LENGTHS = (11, 8, 14, 16, 9, 13, 10, 15, 12)  # of `--varied`, step by step, in sixteenths of `tokens`
+MICROBATCHES = 8
 WARM_UP = 41  # steps; plans are made after the third, judged after five more, and replaced up to six times
 
 
@@ -96,20 +100,43 @@ def prepared(row: str, said: argparse.Namespace, stack: Stack, mesh: DeviceMesh,
         if row == "checkpointing":
             raise ValueError("DDP compiles the whole model; measure checkpointing under fsdp or tp")
         return torch.compile(nn.parallel.DistributedDataParallel(stack), **how)
-    if parallel == "tp":
+    if "tp" in parallel:
         columns, rows = ("attention.q", "attention.k", "attention.v", "w1", "w3"), ("attention.out", "w2")
         plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
         for block in stack.blocks:
-            parallelize_module(block, mesh, plan)
+            parallelize_module(block, mesh["tp"], plan)
     if one_graph:  # the layers of a rank: what a single plan sends
         return torch.compile(stack, **how)
     for block in stack.blocks:
         block.compile(**how)
-        if parallel == "fsdp":
-            fully_shard(block, mesh=mesh)
-    if parallel == "fsdp":
-        fully_shard(stack, mesh=mesh)
+        if "fsdp" in parallel:
+            fully_shard(block, mesh=mesh["fsdp"])
+    if "fsdp" in parallel:
+        fully_shard(stack, mesh=mesh["fsdp"])
+    if parallel == "pipeline":
+        return pipeline(stack, mesh, checkpointed=row == "checkpointing")
     return functools.partial(stack, checkpointed=row == "checkpointing")
+
+
+def mean_square(y: Tensor, target: Tensor | None = None) -> Tensor:
+    return y.float().pow(2).mean()
+
+
+def pipeline(stack: Stack, mesh: DeviceMesh, checkpointed: bool) -> Any:
+    """`stack` as the stage of this rank: a function of all microbatches that runs forward and backward of each."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    if checkpointed:
+        stack.forward = functools.partial(stack.forward, checkpointed=True)
+    stage = PipelineStage(stack, rank, ranks, next(stack.parameters()).device)
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=mean_square)
+
+    def run(x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        last = {"target": x, "losses": losses} if rank == ranks - 1 else {}
+        schedule.step(*[x] if rank == 0 else [], **last)
+        return torch.stack(losses).mean() if losses else x.new_zeros(())
+
+    return run
 
 
 def measured(
@@ -124,7 +151,9 @@ def measured(
         budget_gib = share * peaks[of]
     apart.GAIN = math.inf if "alike" in row else GAIN
     torch.manual_seed(0)
-    sizes = {"layers": said.layers, "width": said.width, "tokens": said.tokens, "batch": 1}
+    is_pipeline = said.parallel == "pipeline"
+    layers, batch = (said.layers // mesh.size(), MICROBATCHES) if is_pipeline else (said.layers, 1)
+    sizes = {"layers": layers, "width": said.width, "tokens": said.tokens, "batch": batch}
     stack, x = stack_and_input(device, **sizes)
     run = prepared(row, said, stack, mesh, budget_gib)
     lengths = itertools.cycle(said.tokens * n // 16 for n in LENGTHS) if said.varied else itertools.repeat(said.tokens)
@@ -136,10 +165,11 @@ def measured(
     def forward(x: Tensor = x) -> Tensor:
         on_cpu = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
         with on_cpu if row == "save_on_cpu" else contextlib.nullcontext():
-            return run(x).float().pow(2).mean()
+            return run(x) if is_pipeline else mean_square(run(x))
 
     def backward(loss: Tensor) -> None:
-        loss.backward()
+        if not is_pipeline:
+            loss.backward()
         x.grad = None
 
     began = time.perf_counter()
@@ -192,7 +222,7 @@ def measured(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parallel", choices=("fsdp", "ddp", "tp"), default="fsdp")
+    parser.add_argument("--parallel", choices=("fsdp", "ddp", "tp", "fsdp_tp", "pipeline"), default="fsdp")
     parser.add_argument("--rows", default=",".join(ROWS), help=", ".join(ROWS))
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=4096)
@@ -213,7 +243,9 @@ def main() -> None:
     if unknown := set(said.rows.split(",")) - set(ROWS):
         parser.error(f"unknown rows {sorted(unknown)}; there are {', '.join(ROWS)}")
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    ranks = dist.get_world_size()
+    shape = {"fsdp": ranks // 2, "tp": 2} if said.parallel == "fsdp_tp" else {said.parallel: ranks}
+    mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     work = {name: getattr(said, name) for name in ("parallel", "layers", "width", "tokens", "steps", "varied", "inner")}
     result = {"conditions": conditions(device, ranks=dist.get_world_size(), **work), "rows": []}
     peaks: dict[str, float] = {}

@@ -14,3 +14,5 @@ run() {
 run 500 fsdp "stock,no hooks,checkpointing,float8,offload(then=float8),budget,budget as checkpointing,cudagraphs,float8 cudagraphs,offload,offload(then=float8) one graph,save_on_cpu"
 run 240 ddp "stock,float8,offload(then=float8)"
 run 120 tp "stock,float8,offload(then=float8)"
+[ "$gpus" -lt 4 ] || run 150 fsdp_tp "stock,checkpointing,offload(then=float8) 12 ms again,budget as checkpointing"
+[ "$gpus" -lt 4 ] || run 150 pipeline "stock,checkpointing,offload(then=float8) 12 ms again,budget as checkpointing"
