@@ -78,7 +78,9 @@ BUDGETS = {  # a share of a row's peak
 ROWS = ("stock", "checkpointing", *HOOKS, *CAPTURED, *BUDGETS, "save_on_cpu")
 LENGTHS = (11, 8, 14, 16, 9, 13, 10, 15, 12)  # of `--varied`, step by step, in sixteenths of `tokens`
 MICROBATCHES = 8
-WARM_UP = 41  # steps; plans are made after the third, judged after five more, and replaced up to six times
+WARM_UP = {False: 5, True: 41}  # steps, by whether there are hooks: their plans are made after the third, judged after
+# five more, and replaced up to six times
+MOST_WARM_UP = 16  # steps of a pipeline, each of 8 microbatches
 
 
 def prepared(row: str, said: argparse.Namespace, stack: Stack, mesh: DeviceMesh, budget_gib: float) -> Any:
@@ -181,7 +183,8 @@ def measured(
         early_gib = -torch.cuda.memory_allocated() / GIB
         backward(varied())
         early_gib += torch.cuda.max_memory_allocated() / GIB
-    for _ in range(WARM_UP - 1 if row != "save_on_cpu" else 0):
+    warm_up = WARM_UP[row in HOOKS or row in BUDGETS]
+    for _ in range(min(warm_up, MOST_WARM_UP) if is_pipeline else warm_up):
         backward(varied())
         synchronize(device)
     before, replays = aot_hooks.offload_stats(), cudagraph.stats()["replays"]

@@ -16,6 +16,7 @@ of all steps show that ways agree.
 
     python benchmarks/bench_real_step.py --json out/real_step.json       # 8 blocks, 8192 tokens; CUDA, 130 GiB
     python benchmarks/bench_real_step.py --layers 32 --tokens 16384 --jobs 1 --ways chunk_offload,checkpointing
+    python benchmarks/bench_real_step.py --layers 32 --tokens 32768 --lora 16 --ways chunk_checkpointing,chunk_offload
     python benchmarks/bench_real_step.py --small        # anywhere, without code generation
 """
 
@@ -62,6 +63,7 @@ class Setting:
     width: int
     tokens: int
     vocabulary: int
+    lora: int  # rank of the adapters of all linear layers but the head, the only ones trained; 0: all is trained
     device: str
     inner: str
 
@@ -83,7 +85,13 @@ def make_model(setting: Setting) -> Any:
         tie_word_embeddings=False,
     )
     with torch.device(setting.device):
-        return transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        if setting.lora:
+            import peft
+
+            adapters = peft.LoraConfig(r=setting.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = peft.get_peft_model(model, adapters).to(torch.bfloat16)
+    return model.train()
 
 
 def compiled(model: Any, way: str, budget_bytes: int, setting: Setting) -> Any:
@@ -115,7 +123,9 @@ class Step:
     def __init__(self, way: str, budget_bytes: int, setting: Setting) -> None:
         self.device = torch.device(setting.device)
         self.model = make_model(setting)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self.device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad], lr=1e-4, fused=self.device.type == "cuda"
+        )
         self.loss = compiled(self.model, way, budget_bytes, setting)
         make = torch.Generator().manual_seed(1)
         self.ids = torch.randint(setting.vocabulary, (1, setting.tokens), generator=make).to(self.device)
@@ -264,6 +274,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters: only these are trained")
     parser.add_argument("--device", default=default_device())
     parser.add_argument("--inner", default="inductor", choices=("inductor", "aten"))
     parser.add_argument("--ways", default=",".join((*WAYS, *BUDGETS)))
@@ -275,7 +286,7 @@ def main() -> None:
     ways = options.ways.split(",")
     if wrong := {way for way in ways if not way.startswith(BUDGET)} - set(WAYS):
         parser.error(f"no way is called {', '.join(sorted(wrong))}; there are {', '.join(WAYS)}, and budgets")
-    small = Setting(2, 64, 1024, 16384, "cpu", "aten")
+    small = Setting(2, 64, 1024, 16384, options.lora, "cpu", "aten")
     setting = small if options.small else Setting(*(getattr(options, f.name) for f in dataclasses.fields(Setting)))
     result = measure(ways, setting, options.jobs, options.rounds, options.json)
     print(show(result, setting.tokens))
