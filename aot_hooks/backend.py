@@ -12,62 +12,52 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
+import cudagraph
 from cudagraph.compile.compilation import Compilation
 
 from . import cudagraphs, records, unused
 from .cache import lookup, plan_files
-from .cache.key import PACKAGE_DIGEST, nodes_of
-from .cache.lookup import bypassed, through_cache, without_collections
+from .cache.key import nodes_of
+from .cache.lookup import bypassed, through_cache
 from .check import first_step
 from .context import pairs, region
+from .context.in_force import InForce, in_force
 from .eager.modules import roots
 from .eager.packing import call_compiled
 from .errors import AotHooksError, OptionError
-from .graphs.nodes import REGION, annotation, crosses_twice, donates
-from .graphs.roofline import predicted_ms
-from .graphs.saved import SavedTensor
 from .hook import KEEP
 from .identity import probes
 from .identity.frozen import described
 from .identity.records import Recording, recording
 from .offloading import stats as offload_stats
-from .offloading import transfers
-from .offloading.placement import decide_at_run_time
 from .options import Options, check_limit, inductor_patches
-from .passes.casts import cast_again, with_casts
-from .passes.chunk import Chunked, chunked, logits_at_peak
+from .partitioner import (
+    PlanningPartition,
+    Shared,
+    in_parts,
+    partition_without_hooks,
+    partitioned_by,
+    partitioned_without_hooks,
+)
 from .passes.chunk_sums import add_in_place
-from .passes.early import compute_early
-from .passes.edits import finished, log
-from .passes.live_bytes import LivePoint, live_bytes
-from .passes.partition import parameters_among, parameters_of, partitioned, state_of
-from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
-from .passes.rewrite import rewrite
-from .passes.tile import Tiled, tiled
-from .passes.units import Trace, tracer
+from .passes.partition import parameters_among
+from .passes.plan import NOTHING, Plan, Unpacked
 from .planning import planner as planning
-from .planning.assignment import Assignment, fitted
+from .planning.assignment import Assignment
 from .planning.budget import Budget
-from .planning.chunks import CHUNK, TILE, with_chunks
-from .planning.kernels import split_and_hold
-from .planning.options import Graphs, Joint
 from .planning.planner import Planner, is_budget
 from .planning.stored import Program
-from .planning.trials import Planned
 from .settings import recompiles
-from .settings.names import carry_names, name_given
-from .settings.setting import SCOPE, Setting
+from .settings.setting import SCOPE, Setting, SettingsOfGraph
 from .torch_private import aot, autograd, dynamo, dynamo_trace, inductor
 from .torch_private.aot_cache import without_autograd_cache
 
@@ -164,76 +154,6 @@ def with_options(options: Mapping[str, Any] | None) -> Callable[..., Any]:
 aot_hooks.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
-@dataclass(frozen=True)
-class _InForce:
-    setting: Setting | None  # of the context around the call, or of the options
-    pair: Any  # the object on torch's stack of hooks that stands for the context; None for the options
-    regions: dict[str, Setting]  # of the contexts inside the graph, by key
-    enabled: pairs.Pair | None  # of `enable`, if `setting` is its policy
-
-    @property
-    def settings(self) -> list[Setting]:
-        return [s for s in (self.setting, *self.regions.values()) if s is not None]
-
-    def casts_again(self, reader: Node) -> bool:
-        """Whether `reader`, of the backward, may read a cast of a parameter that is made again.
-
-        Not where nothing is in force or all is kept, as that is what torch does. Scope "all" asks for each copy.
-        """
-        key = annotation(reader, REGION)
-        setting = self.setting if key is None else self.regions.get(key)
-        return setting is not None and setting.rule is not KEEP and setting.scope != "all"
-
-
-class _Stock(NamedTuple):
-    """A graph as torch partitions it, and what is saved in another way before any hook chooses."""
-
-    live: tuple[LivePoint, ...]
-    ms: float
-    casts: tuple[SavedTensor, ...]  # values that are cast again in the backward, see passes/casts.py
-    donates: bool  # whether the backward may reuse the memory of saved tensors
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """What several plans of a graph share, so that it is made once.
-
-    Attributes:
-        stocks, made: by joint graph; a budget also plans one with its loss in chunks. `made`: see `Joint`.
-    """
-
-    fused: bool
-    stocks: dict[GraphModule, _Stock] = dataclasses.field(default_factory=dict)
-    made: dict[GraphModule, dict[Any, Graphs]] = dataclasses.field(default_factory=lambda: defaultdict(dict))
-
-    @functools.cached_property
-    def trace(self) -> Trace:
-        return tracer(self.fused)
-
-
-def _in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled: pairs.Pair | None) -> _InForce:
-    setting, pair = pairs.ambient()
-    if setting is None and options.policy is not None and autograd.top_hooks() is None:
-        setting = Setting(options.policy, options.scope)
-        recompiles.warn_of_limit(dynamo.code_being_compiled(), setting)
-    else:
-        enabled = None
-    if setting is None and options.policy is not None and autograd.is_checkpointed():
-        unused.checkpointed(Setting(options.policy, options.scope))
-    if setting is not None and setting.eager:
-        raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
-    if setting is not None and isinstance(setting.rule, Budget):
-        setting = Setting(
-            fitted(setting.rule, (x.device for x in inputs if isinstance(x, torch.Tensor)), inputs), setting.scope
-        )
-    keys = dict.fromkeys(key for node in nodes_of(gm) if (key := annotation(node, REGION)) is not None)
-    regions = {key: region.regions[key].setting.in_scope(options.scope) for key in keys}
-    for inside in regions.values():
-        if isinstance(inside.rule, Budget):
-            raise OptionError(f"{inside.title} is for whole compiled functions; put its context around the call")
-    return _InForce(setting and setting.in_scope(options.scope), pair, regions, enabled)
-
-
 def _compile_graph(
     gm: GraphModule,
     inputs: Sequence[Any],
@@ -254,7 +174,7 @@ def _compile_graph(
     """
     dynamo.reset_with_dynamo(aot_hooks)
     patches = inductor_patches(options, mode)
-    hooks = asked = _in_force(gm, inputs, options, enabled)
+    hooks = asked = in_force(gm, inputs, options, enabled)
     if options.policy is not None and hooks.pair is None:
         _guard_hooks_of_others()
     limit = check_limit(options.check) if hooks.settings else None
@@ -268,63 +188,16 @@ def _compile_graph(
     listed = records.recording_graphs()
     again = aot.recomputing_pointwise(options.recompute_pointwise and not planner.has_budget)
     if not hooks.settings and listed is None:
-        compilation = cudagraphs.compilation(capture) if capture is not None else None
         with again:
-            compile_it = functools.partial(_compile, gm, inputs, options, patches, None, lambda: None, compilation)
-            return _with_eager_hooks(lookup.without_hooks(gm, inputs, compile_it))
+            return _compile_as_stock(gm, inputs, options, patches, capture)
 
-    paths, live = roots(), listed is not None
-    at_run_time = capture is None and not inductor.copies_are_static(patches)
-
-    def compiled_with(gm: GraphModule, hooks: _InForce, plans: list[Plan], *, repeats: bool = False) -> _Compiled:
-        """`repeats`: it runs without hooks, beside the graph with hooks, and its backward may run several times."""
-        compilation = cudagraphs.compilation(capture) if capture is not None and not repeats else None
-        donated: list[bool] = []
-        run: dict[str, Any] = {"parameters": parameters_among(inputs), "live": live, "at_run_time": at_run_time}
-        unpacked = NOTHING if repeats else left
-        run["as_if_lossy"] = repeats and not planner.has_budget
-        partition = planning_partition(hooks, options, plans, paths, donated, unpacked=unpacked, **run)
-
-        def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
-            def before_each_graph() -> None:
-                compiling()
-                if repeats or (
-                    donated and not donated[-1]
-                ):  # else a second backward would raise, which it doesn't without hooks
-                    aot.donate_nothing()
-
-            return _compile(gm, inputs, options, patches, partition, before_each_graph, compilation)
-
-        if why := _why_not_stored(options, compilation, reported=live):
-            return bypassed(why, compile_graph)
-        in_key = {
-            "mode": mode,
-            "inductor": patches,
-            "inner": options.inner,
-            "chunk": options.chunk,
-            "tile": options.tile,
-            **planner.key(),
-        }
-        if compilation is not None:
-            in_key["cudagraphs"] = compilation.key(gm)
-        if repeats or unpacked != NOTHING:
-            in_key["check"] = "without hooks" if repeats else unpacked
-        # fmt: off
-        return through_cache(
-            gm, inputs, hooks.setting, hooks.regions, options=in_key, roots=paths, plans=plans,
-            compile_graph=compile_graph, refused=lambda: compilation.refused if compilation is not None else "",
-        )
-        # fmt: on
-
-    def compiled_to(gm: GraphModule, setting: Setting | None, plans: list[Plan]) -> _Compiled:
-        return compiled_with(gm, dataclasses.replace(hooks, setting=setting), plans)
-
+    versions = _Versions(inputs, mode, options, patches, capture, planner, left, roots(), listed is not None)
     graph = records.Graph()
     with again, autograd.covered_hooks(), recording() as seen:
         checked = None if limit is None else _Without(gm)
-        compiled = planner.compile(gm, graph.plans, compiled_to)
+        compiled = planner.compile(gm, graph.plans, partial(versions.compile_to, hooks))
         if checked is not None:
-            checked.compile(compiled_with, [*graph.plans, *planner.tight_plans])
+            checked.compile(versions.compile, [*graph.plans, *planner.tight_plans])
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
     compiled = planner.by_call(compiled, graph.plans, known)
     if checked is not None and limit is not None:
@@ -334,13 +207,135 @@ def _compile_graph(
     if listed is not None:
         listed.append(graph)
     checkpoints = any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in nodes_of(gm))
-    return _wrapped(compiled, graph, hooks, seen, wrapper, planner, checkpoints=checkpoints, counted=live)
+    counted = listed is not None
+    return _wrapped(compiled, graph, hooks, seen, wrapper, planner, checkpoints=checkpoints, counted=counted)
+
+
+def _compile_as_stock(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    patches: dict[str, Any],
+    capture: cudagraph.Options | None,
+) -> _Compiled:
+    """Compile a graph without hooks as stock torch would: torch's cache knows it by torch's own key."""
+    compilation = cudagraphs.compilation(capture) if capture is not None else None
+    compile_it = partial(_compile, gm, inputs, options, patches, None, lambda: None, compilation)
+    return _with_eager_hooks(lookup.without_hooks(gm, inputs, compile_it))
+
+
+@dataclass(frozen=True, eq=False)
+class _Versions:
+    """Compiles the versions of one graph of Dynamo: with its hooks, tighter ones for some calls, one without hooks.
+
+    Attributes:
+        inputs, mode, options: what Dynamo hands a backend.
+        patches: settings of Inductor.
+        capture: options of `cudagraph`; None: nothing is captured.
+        unpacked: saved tensors that stay as they are, because packing them made gradients wrong.
+        paths: modules by Dynamo's names, see `modules.roots`.
+        live: plans have the bytes alive along both graphs, for a report.
+    """
+
+    inputs: Sequence[Any]
+    mode: str | None
+    options: Options
+    patches: dict[str, Any]
+    capture: cudagraph.Options | None
+    planner: Planner
+    unpacked: Unpacked
+    paths: Mapping[str, str]
+    live: bool
+
+    def compile_to(
+        self, hooks: SettingsOfGraph, gm: GraphModule, setting: Setting | None, plans: list[Plan]
+    ) -> _Compiled:
+        """The version for `setting`, which a budget has made of the one in `hooks`."""
+        return self.compile(gm, dataclasses.replace(hooks, setting=setting), plans)
+
+    def compile(
+        self, gm: GraphModule, hooks: SettingsOfGraph, plans: list[Plan], *, repeats: bool = False
+    ) -> _Compiled:
+        """The version with `hooks`, from torch's cache if that has it. Its plans are appended to `plans`.
+
+        `repeats`: it runs without hooks, beside the graph with hooks, and its backward may run several times.
+        """
+        compilation = cudagraphs.compilation(self.capture) if self.capture is not None and not repeats else None
+        donated: list[bool] = []
+        unpacked = NOTHING if repeats else self.unpacked
+        partition = PlanningPartition(
+            hooks,
+            self.options,
+            plans,
+            self.paths,
+            donated,
+            parameters=parameters_among(self.inputs),
+            live=self.live,
+            at_run_time=self.capture is None and not inductor.copies_are_static(self.patches),
+            unpacked=unpacked,
+            as_if_lossy=repeats and not self.planner.has_budget,
+        )
+
+        def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
+            announced = _with_donations(compiling, donated, repeats=repeats)
+            return _compile(gm, self.inputs, self.options, self.patches, partition, announced, compilation)
+
+        if why := _why_not_stored(self.options, compilation, reported=self.live):
+            return bypassed(why, compile_graph)
+        return through_cache(
+            gm,
+            self.inputs,
+            hooks.setting,
+            hooks.regions,
+            options=self._in_key(gm, compilation, unpacked, repeats=repeats),
+            roots=self.paths,
+            plans=plans,
+            compile_graph=compile_graph,
+            refused=lambda: compilation.refused if compilation is not None else "",
+        )
+
+    def _in_key(
+        self, gm: GraphModule, compilation: Compilation | None, unpacked: Unpacked, *, repeats: bool
+    ) -> dict[str, Any]:
+        """What the compiled code depends on beside the graph and its settings."""
+        in_key = _made_with(self.mode, self.options, self.patches) | self.planner.key()
+        if compilation is not None:
+            in_key["cudagraphs"] = compilation.key(gm)
+        if repeats or unpacked != NOTHING:
+            in_key["check"] = "without hooks" if repeats else unpacked
+        return in_key
+
+
+def _with_donations(compiling: Callable[[], None], donated: Sequence[bool], *, repeats: bool) -> Callable[[], None]:
+    """A function to call before each graph is compiled: it calls `compiling`, and takes donations back where it must.
+
+    A backward that reuses the memory of saved tensors raises if it runs a second time. So it may do so only where it
+    would without hooks. `donated`: see `PlanningPartition`. `repeats`: the backward may run several times in any case.
+    """
+
+    def before_each_graph() -> None:
+        compiling()
+        if repeats or (donated and not donated[-1]):
+            aot.donate_nothing()
+
+    return before_each_graph
+
+
+def _made_with(mode: str | None, options: Options, patches: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that decide what the code computes, as keys of caches and of saved plans have them."""
+    return {
+        "mode": mode,
+        "inductor": patches,
+        "inner": options.inner,
+        "chunk": options.chunk,
+        "tile": options.tile,
+    }
 
 
 def _program(
     gm: GraphModule,
     inputs: Sequence[Any],
-    hooks: _InForce,
+    hooks: InForce,
     mode: str | None,
     options: Options,
     patches: Mapping[str, Any],
@@ -349,15 +344,7 @@ def _program(
     """What the plan of a budget depends on; None without a budget."""
     if not is_budget(hooks.setting):
         return None
-    made_with = {
-        "mode": mode,
-        "inductor": patches,
-        "inner": options.inner,
-        "chunk": options.chunk,
-        "tile": options.tile,
-        "check": unpacked,
-    }
-    made_with["cudagraphs"] = bool(options.cudagraphs)
+    made_with = _made_with(mode, options, patches) | {"check": unpacked, "cudagraphs": bool(options.cudagraphs)}
     return plan_files.program_of(gm, inputs, hooks.setting, hooks.regions, options=made_with, roots=roots())
 
 
@@ -371,7 +358,7 @@ class _Without:
         self.run: _Compiled | None = None
         self.written: tuple[int, ...] = ()
 
-    def compile(self, compiled_with: Callable[..., _Compiled], plans: list[Plan]) -> None:
+    def compile(self, compile_with: Callable[..., _Compiled], plans: list[Plan]) -> None:
         """Call it when the graph is compiled with hooks, to `plans`. Does nothing if these pack nothing."""
         if not any(d.hook is not KEEP for plan in plans for d in plan.decisions):
             return
@@ -379,10 +366,10 @@ class _Without:
             return first_step.not_compared(why)
         self.written = aot.written_inputs()
         plans_without: list[Plan] = []
-        keep = _InForce(Setting(KEEP, SCOPE), None, {}, None)
+        keep = SettingsOfGraph(Setting(KEEP, SCOPE), {})
         try:
             with aot.second_compilation():
-                run = compiled_with(self.gm, keep, plans_without, repeats=True)
+                run = compile_with(self.gm, keep, plans_without, repeats=True)
         except RuntimeError as e:  # the graph with hooks is fine
             return first_step.not_compared(f"it can't be compiled without hooks ({type(e).__name__}: {e})")
         if plans_without:
@@ -403,7 +390,7 @@ class _Without:
         checked = first_step.Checked(
             limit, settings, self.code, plans, listed, (self.run, plan), self.names, set(self.written), left
         )
-        return functools.partial(checked, compiled)
+        return partial(checked, compiled)
 
 
 def _guard_hooks_of_others() -> None:
@@ -430,7 +417,7 @@ def _why_not_stored(options: Options, compilation: Compilation | None, *, report
 def _wrapped(
     compiled: _Compiled,
     graph: records.Graph,
-    hooks: _InForce,
+    hooks: InForce,
     seen: Recording,
     wrapper: Any,
     planner: Planner,
@@ -502,7 +489,7 @@ def _compile(
     compilation: Compilation | None,
 ) -> _Compiled:
     """Compile by the inner compiler, with `partition`, or as stock torch does if it is None."""
-    in_parts = partial(_in_parts, options)
+    whole_or_in_parts = partial(in_parts, options)
     if options.inner == "aten":
         compilers = compilation.aten_compilers() if compilation is not None else None
         stored = partition is not None and aot.is_stored()
@@ -516,197 +503,15 @@ def _compile(
                 compilers,
                 compiling,
                 stored=stored,
-                without_gradients=lambda graph: add_in_place(in_parts(graph)),
+                without_gradients=lambda graph: add_in_place(whole_or_in_parts(graph)),
             )
     capture = compilation.inner_compile if compilation is not None else None
     with compilation.through_cache(gm) if compilation is not None else contextlib.nullcontext():
         if partition is not None:
-            patches = _partitioned_by(partition, gm, patches)
-            return inductor.compile_with_hooks(gm, inputs, patches, compiling, capture, in_parts)
-        name = f"aot_hooks {PACKAGE_DIGEST}, no hooks, chunk={options.chunk!r}, tile={options.tile!r}"
-        users = inductor.custom_partitioner(patches)
-        mended = partial(_mended, users or aot.min_cut_partition, options)
-        patches = patches | inductor.partitioned_by(mended, name, users)
-        return inductor.compile_stock(gm, inputs, patches, capture, without_gradients=in_parts)
-
-
-def planning_partition(
-    hooks: _InForce,
-    options: Options,
-    plans: list[Plan],
-    paths: Mapping[str, str],
-    donated: list[bool],
-    *,
-    parameters: Collection[int],
-    live: bool,
-    at_run_time: bool = False,
-    unpacked: Unpacked = NOTHING,
-    as_if_lossy: bool = False,
-    shared: _Shared | None = None,
-) -> Callable[..., tuple[GraphModule, GraphModule]]:
-    """A partition function for AOTAutograd: torch's min-cut partition, then the rewrite.
-
-    Args:
-        plans: the plan of each graph is appended.
-        paths: modules by Dynamo's names, see `modules.roots`.
-        donated: for each graph, nested regions first, whether the backward may reuse the memory of saved tensors when
-            there are no hooks.
-        parameters: their positions among the inputs of Dynamo's graph.
-        live: plans have the bytes alive along both graphs, before and after the rewrite.
-        at_run_time: the host runs each kernel, so `offload` decides then what it sends; a budget has decided already.
-        unpacked: saved tensors that stay as they are; a budget rounds none of them.
-        as_if_lossy: save what a graph with lossy hooks saves, to compare with it.
-        shared: with plans of other budgets for the same graph; None: with none.
-    """
-
-    computes_again = options.recompute_pointwise or is_budget(hooks.setting)
-
-    def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        carry_names(joint.graph)
-        apart = bool(hooks.regions) and repeats_across_regions(joint.graph)
-        static = tuple(kwargs.get("static_lifetime_input_indices") or ())
-        nested = joint_inputs == []  # a nested compiled region
-        notes: list[Chunked | Tiled] = []
-        if not nested:
-            joint = _in_parts(options, joint, notes)
-        if nested and any(s.scope == "no_static" for s in hooks.settings):
-            # torch doesn't say which inputs are parameters, and the graph around it decides
-            static = tuple(range(len(joint.graph.find_nodes(op="placeholder"))))
-        fused, number = options.inner == "inductor", len(donated)
-        # what is computed again reads these in the backward; a nested region does not know which of its inputs they are
-        state = state_of(joint, () if nested else static, parameters) if computes_again else []
-        outputs: dict[str, Any] = {"num_fwd_outputs": kwargs["num_fwd_outputs"], "roots": paths}
-        parts = outputs | {"static_inputs": static}
-        budgeted = is_budget(hooks.setting) and not nested
-        shares = shared or _Shared(fused)
-        stocks = shares.stocks  # of the first split of each joint graph
-
-        def split(joint: GraphModule) -> tuple[GraphModule, GraphModule]:
-            merges = not apart and joint not in stocks  # the first split has merged what repeats in `joint` itself
-            min_cut = partial(aot.min_cut_partition, joint, joint_inputs, merge_repeats=merges, **kwargs)
-            fw, bw = partitioned(joint, min_cut, kwargs["num_fwd_outputs"], state)
-            donating = donates(fw, bw, kwargs["num_fwd_outputs"])  # as it is without hooks
-            packs = any(setting.rule is not KEEP for setting in hooks.settings)
-            if fused and packs:
-                compute_early(fw, kwargs["num_fwd_outputs"])
-            live_before: tuple[LivePoint, ...] = ()
-            before_ms = 0.0
-            if joint not in stocks and (live or budgeted):
-                live_before = live_bytes(fw, bw, fused=fused, **outputs)
-            if joint not in stocks and not as_if_lossy:
-                before_ms = predicted_ms(fw, bw, fused, launched=at_run_time)
-            casts: tuple[SavedTensor, ...] = ()
-            if packs and not nested:
-                alive = parameters_of(fw, static, parameters)
-                casts = cast_again(fw, bw, parameters=alive, is_wanted=hooks.casts_again, fused=fused, **outputs)
-            stocks.setdefault(joint, _Stock(live_before, before_ms, casts, donating))
-            return fw, bw
-
-        def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Trace | None = None) -> Plan:
-            settings: dict[str, Any] = {"ambient": setting, "regions": hooks.regions}
-            settings["unpacked"] = unpacked if trace is None else NOTHING  # a budget has heeded it
-            settings["as_if_lossy"] = as_if_lossy
-            plan = rewrite(fw, bw, for_inductor=fused, trace=trace, at_run_time=at_run_time, **settings, **parts)
-            if len(donated) == number:
-                donated.append(stocks[joint].donates)
-            donated[number] = donated[number] and not crosses_twice(fw, kwargs["num_fwd_outputs"])
-            return plan
-
-        if hooks.setting is not None and budgeted:
-            own: dict[str, Any] = {"fused": fused, "launched": at_run_time, "unpacked": unpacked, "trace": shares.trace}
-            setting: Any = hooks.setting
-            as_it_is = joint
-
-            def without_hooks() -> tuple[tuple[LivePoint, ...], float]:
-                return stocks[as_it_is].live, stocks[as_it_is].ms
-
-            def joint_of(gm: GraphModule) -> Joint:
-                ways = partial(split, gm), without_hooks, rewritten
-                return Joint(gm, *ways, setting, own | parts, shares.made[gm])
-
-            def within(gm: GraphModule, lenient: bool, follows: bool | None = None) -> Planned:
-                found = Planner.partition(joint_of(gm), lenient=lenient, follows=follows)
-                return found._replace(plan=with_casts(with_reasons(found.plan, unpacked), stocks[gm].casts))
-
-            def stock(gm: GraphModule) -> tuple[LivePoint, ...]:
-                joint_of(gm).graphs()
-                return stocks[gm].live
-
-            with without_collections():
-                chosen = [name for name in (CHUNK, TILE) if getattr(options, name)]
-                fw, bw, plan = with_chunks(setting.rule, joint, within, stock, chosen)
-                plan = dataclasses.replace(plan, **_rows([*notes, *plan.chunked, *plan.tiled]))
-            plans.append(plan)
-            if at_run_time and plan.transfers:
-                decide_at_run_time(fw, bw, kwargs["num_fwd_outputs"])
-            return finished(fw, bw)
-        fw, bw = split(joint)
-        plan = with_casts(rewritten(fw, bw, hooks.setting), stocks[joint].casts)
-        if fused and options.recompute_pointwise and hooks.settings:
-            split_and_hold(fw, bw, **outputs)
-        if live or not as_if_lossy:
-            after_ms = predicted_ms(fw, bw, fused, transfers.COPIES, plan.transfers, launched=at_run_time)
-            after = live_bytes(fw, bw, fused=fused, **outputs)
-            plan = dataclasses.replace(plan, before_ms=stocks[joint].ms, after_ms=after_ms)
-            if live:
-                plan = dataclasses.replace(plan, live_before=stocks[joint].live, live_after=after)
-            else:
-                plan = dataclasses.replace(plan, own_peak_bytes=max(point.live_bytes for point in after))
-            if live and not options.chunk and not nested:
-                notes += logits_at_peak(joint, plan.live_before)
-        plans.append(dataclasses.replace(plan, **_rows(notes)))
-        if at_run_time and plan.transfers:
-            decide_at_run_time(fw, bw, kwargs["num_fwd_outputs"])
-        return finished(fw, bw)
-
-    return partition
-
-
-def partition_without_hooks(
-    joint: GraphModule, joint_inputs: Any, *, options: Options | None = None, **kwargs: Any
-) -> tuple[GraphModule, GraphModule]:
-    """torch's min-cut partition, mended, see passes/partition.py; of a graph in parts, if the options say so."""
-    return _mended(aot.min_cut_partition, options or Options(), joint, joint_inputs, **kwargs)
-
-
-def _in_parts(options: Options, gm: GraphModule, notes: list[Chunked | Tiled] | None = None) -> GraphModule:
-    """`gm` with its loss in chunks and its layers in tiles, if the options say so.
-
-    `notes`: what was done with each, or why not, is appended.
-    """
-    chunks: tuple[Chunked, ...] = ()
-    tiles: tuple[Tiled, ...] = ()
-    if options.chunk:
-        gm, chunks = chunked(gm, None if options.chunk is True else options.chunk)
-        unused.not_chunked(chunks)
-    if options.tile:
-        tokens = options.tile if type(options.tile) is int else None
-        gm, tiles = tiled(gm, tokens, again=options.tile != "backward")
-        unused.not_tiled(tiles)
-    for name, rows in (("chunk", chunks), ("tile", tiles)):
-        for each in rows:
-            log.info("%s: %s", name, each)
-    if notes is not None:
-        notes += [*chunks, *tiles]
-    return gm
-
-
-def _rows(notes: Sequence[Chunked | Tiled]) -> dict[str, Any]:
-    """Fields of a plan."""
-    kinds = (("chunked", Chunked), ("tiled", Tiled))
-    return {name: tuple(each for each in notes if isinstance(each, kind)) for name, kind in kinds}
-
-
-def _mended(
-    partition: Callable[..., tuple[GraphModule, GraphModule]],
-    options: Options,
-    joint: GraphModule,
-    joint_inputs: Any,
-    **kwargs: Any,
-) -> tuple[GraphModule, GraphModule]:
-    if joint_inputs != []:  # no nested compiled region
-        joint = _in_parts(options, joint)
-    return finished(*partitioned(joint, lambda: partition(joint, joint_inputs, **kwargs), kwargs["num_fwd_outputs"]))
+            patches = partitioned_by(partition, gm, patches)
+            return inductor.compile_with_hooks(gm, inputs, patches, compiling, capture, whole_or_in_parts)
+        patches = partitioned_without_hooks(options, patches)
+        return inductor.compile_stock(gm, inputs, patches, capture, without_gradients=whole_or_in_parts)
 
 
 def plan_graph(
@@ -723,18 +528,19 @@ def plan_graph(
     """
     plans: list[Plan] = []
     at_run_time = not options.cudagraphs and not inductor.copies_are_static(options.inductor or {})
-    hooks = _in_force(gm, inputs, options, None)
+    hooks = in_force(gm, inputs, options, None)
     run: dict[str, Any] = {"parameters": parameters_among(inputs), "live": True, "at_run_time": at_run_time}
     paths = roots()
-    partition = planned = planning_partition(hooks, options, plans, paths, [], **run)
-    shared = _Shared(options.inner == "inductor")
+    planned = PlanningPartition(hooks, options, plans, paths, [], **run)
+    partition: Callable[..., tuple[GraphModule, GraphModule]] = planned
+    shared = Shared(options.inner == "inductor")
 
     def explored(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         def plan_with(rule: Budget) -> Plan:
             found: list[Plan] = []
             own = dataclasses.replace(options, policy=rule)
-            in_force = dataclasses.replace(_in_force(gm, inputs, own, None), regions=hooks.regions)
-            planning_partition(in_force, own, found, paths, [], shared=shared, **run)(joint, joint_inputs, **kwargs)
+            budgeted = dataclasses.replace(in_force(gm, inputs, own, None), regions=hooks.regions)
+            PlanningPartition(budgeted, own, found, paths, [], shared=shared, **run)(joint, joint_inputs, **kwargs)
             return found[-1]
 
         graphs = planned(joint, joint_inputs, **kwargs)
@@ -748,19 +554,7 @@ def plan_graph(
     again = aot.recomputing_pointwise(options.recompute_pointwise and not isinstance(rule, Budget))
     with again, autograd.covered_hooks(), without_autograd_cache():
         if options.inner == "aten":
-            aot.compile_graph(gm, inputs, partition, without_gradients=partial(_in_parts, options))
+            aot.compile_graph(gm, inputs, partition, without_gradients=partial(in_parts, options))
         else:
-            inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, dict(options.inductor or {})))
+            inductor.partition_only(gm, inputs, partitioned_by(partition, gm, dict(options.inductor or {})))
     return plans, rule if isinstance(rule, Assignment) else None
-
-
-def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dict[str, Any]) -> dict[str, Any]:
-    """Inductor settings by which `partition` splits the joint graph of `gm`, and sees the names in it.
-
-    In torch's cache keys the partition is the digest of the package. The hooks are in our key, see cache/key.py.
-    """
-    if inductor.custom_partitioner(patches) is not None:
-        raise OptionError(inductor.TWO_PARTITIONERS)
-    named = any(name_given(node) is not None for node in nodes_of(gm))
-    names = inductor.first_joint_pass(carry_names, patches) if named else {}
-    return patches | names | inductor.partitioned_by(partition, f"aot_hooks {PACKAGE_DIGEST}")

@@ -275,7 +275,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture
 def stock_is_aten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions for torch's own backend "inductor" run as AOTAutograd makes them: generating code takes long."""
-    from aot_hooks.backend import partition_without_hooks
+    from aot_hooks.partitioner import partition_without_hooks
     from aot_hooks.torch_private.aot import compile_graph
 
     def aten(self: Any, gm: Any, inputs: Any, **_: Any) -> Any:

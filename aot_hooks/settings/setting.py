@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from ..errors import OptionError, PolicyError, is_library_file
+from ..graphs.nodes import REGION, annotation
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
 from ..identity.frozen import described, is_package_object
@@ -80,6 +82,27 @@ class Setting:
         hook = choose(self.rule, saved)
         note_choice(self.rule, saved, hook)
         return hook
+
+
+@dataclass(frozen=True)
+class SettingsOfGraph:
+    """The settings that are in force in one graph of Dynamo."""
+
+    setting: Setting | None  # of the context around the call, or of the options
+    regions: dict[str, Setting]  # of the contexts inside the graph, by key
+
+    @property
+    def settings(self) -> list[Setting]:
+        return [s for s in (self.setting, *self.regions.values()) if s is not None]
+
+    def casts_again(self, reader: Node) -> bool:
+        """Whether `reader`, of the backward, may read a cast of a parameter that is made again.
+
+        Not where nothing is in force or all is kept, as that is what torch does. Scope "all" asks for each copy.
+        """
+        key = annotation(reader, REGION)
+        setting = self.setting if key is None else self.regions.get(key)
+        return setting is not None and setting.rule is not KEEP and setting.scope != "all"
 
 
 def why_kept(rule: Hook | Policy, saved: SavedTensor) -> str:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import aot_hooks
-from aot_hooks import backend, errors
+from aot_hooks import errors, partitioner
 
 ATEN = {"inner": "aten"}
 AGAIN = ATEN | {"recompute_pointwise": True}
@@ -168,7 +168,7 @@ def test_it_is_true_or_false() -> None:
 )
 def test_kernels_are_split_for_inductor_under_the_option_only(monkeypatch, options, count) -> None:
     split: list[Any] = []
-    monkeypatch.setattr(backend, "split_and_hold", lambda *graphs, **_: split.append(graphs))
+    monkeypatch.setattr(partitioner, "split_and_hold", lambda *graphs, **_: split.append(graphs))
     compiled = torch.compile(model(), backend="aot_hooks", options={"policy": aot_hooks.float8(), **options})
     aot_hooks.plan(compiled, rows().requires_grad_())
     assert len(split) == count

@@ -18,7 +18,7 @@ import torch._inductor.codecache as codecache
 import torch._inductor.runtime.triton_compat as triton_compat
 
 import aot_hooks
-from aot_hooks import backend
+from aot_hooks import partitioner
 from aot_hooks.cache import lookup
 from aot_hooks.cache.key import Key
 from aot_hooks.torch_private import aot_cache
@@ -136,7 +136,7 @@ def test_collections_are_on_when_graphs_are_compiled_and_after_all(monkeypatch) 
     tag = uuid.uuid4().hex
     on: dict[str, list[bool]] = {"rewrite": [], "pack_up": [], "unpack": []}
     for name in on:
-        module = backend if name == "rewrite" else lookup
+        module = partitioner if name == "rewrite" else lookup
         make = getattr(module, name)
 
         def noting(*given: Any, make: Any = make, name: str = name, **named: Any) -> Any:

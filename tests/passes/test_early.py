@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import aot_hooks
-from aot_hooks import backend
+from aot_hooks import partitioner
 from aot_hooks.graphs.lifetimes import is_packed_alone, random_masks
 from aot_hooks.passes import early
 from aot_hooks.torch_private.inductor_fusion import pads_no_rows
@@ -55,7 +55,7 @@ def forward_before_and_after(
         early.compute_early(fw, num_fwd_outputs)
         found.append((before, [str(n) for n in fw.graph.nodes]))
 
-    monkeypatch.setattr(backend, "compute_early", moved)
+    monkeypatch.setattr(partitioner, "compute_early", moved)
     aot_hooks.plan(fn, X.clone().requires_grad_(), policy=policy)
     return found
 
@@ -127,14 +127,14 @@ def test_masks_of_random_numbers(
 ) -> None:
     """Numbers that something other than a mask reads are written to memory."""
     seen: list[Any] = []
-    rewrite = backend.rewrite
+    rewrite = partitioner.rewrite
 
     def rewritten(fw: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         plan = rewrite(fw, *args, **kwargs)
         seen.extend(random_masks(fw.graph.nodes))
         return plan
 
-    monkeypatch.setattr(backend, "rewrite", rewritten)
+    monkeypatch.setattr(partitioner, "rewrite", rewritten)
     aot_hooks.plan(fn, X.clone().requires_grad_(), policy=policy)
     assert len(seen) == masks
     assert sum(map(is_packed_alone, seen)) == packed
@@ -143,14 +143,14 @@ def test_masks_of_random_numbers(
 
 def test_rows_are_not_padded_where_a_mask_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    rewrite = backend.rewrite
+    rewrite = partitioner.rewrite
 
     def rewritten(fw: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         plan = rewrite(fw, *args, **kwargs)
         seen.append(pads_no_rows(fw))
         return plan
 
-    monkeypatch.setattr(backend, "rewrite", rewritten)
+    monkeypatch.setattr(partitioner, "rewrite", rewritten)
     for policy in (aot_hooks.KEEP, aot_hooks.float8(), aot_hooks.lossless()):
         aot_hooks.plan(dropped, X.clone().requires_grad_(), policy=policy)
     assert seen == [False, True, True]

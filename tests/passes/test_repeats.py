@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
-from aot_hooks.backend import aot
 from aot_hooks.errors import OptionError, UnsupportedGraphError, unwrapped
 from aot_hooks.graphs.repeats import draws
+from aot_hooks.partitioner import aot
 
 torch.library.define("aot_hooks_test::noise", "(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 torch.library.impl("aot_hooks_test::noise", "CPU")(torch.rand_like)

@@ -18,7 +18,7 @@ from code_peak import H200, Block, compiled, on_cuda, peak_of, pretend_cuda
 from torch import nn
 
 import aot_hooks
-from aot_hooks import backend
+from aot_hooks import partitioner
 
 POLICIES = {
     "keep": lambda: None,
@@ -49,14 +49,14 @@ def codes_of(policy: Any, chunk: Any, tokens: int, width: int, words: int, layer
     labels = torch.zeros(1, tokens, dtype=torch.long)
     pretend_cuda()
     torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
-    in_chunks = backend._in_parts
+    in_chunks = partitioner.in_parts
 
     def in_chunks_on_cuda(options: Any, gm: Any, *rest: Any) -> Any:
         on_cuda(gm)
         return in_chunks(options, gm, *rest)
 
     with (
-        mock.patch.object(backend, "_in_parts", in_chunks_on_cuda),
+        mock.patch.object(partitioner, "in_parts", in_chunks_on_cuda),
         mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200),
     ):
         options = {} if policy is None else {"recompute_pointwise": True}

@@ -17,20 +17,20 @@ from code_peak import H200, Block, compiled, on_cuda, pretend_cuda
 from torch import nn
 
 import aot_hooks
-from aot_hooks import backend
+from aot_hooks import partitioner
 
 
 def codes_of(model: nn.Module, x: torch.Tensor, policy: Any) -> dict[str, str]:
     """The code of both graphs, by phase, with what a product reads computed again."""
     torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
-    cut = backend.aot.min_cut_partition
+    cut = partitioner.aot.min_cut_partition
 
     def cut_on_cuda(joint: Any, *args: Any, **named: Any) -> Any:
         on_cuda(joint)
         return cut(joint, *args, **named)
 
     with (
-        mock.patch.object(backend.aot, "min_cut_partition", cut_on_cuda),
+        mock.patch.object(partitioner.aot, "min_cut_partition", cut_on_cuda),
         mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200),
     ):
         codes, _ = compiled(model, x, policy, recompute_pointwise=True)

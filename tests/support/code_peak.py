@@ -34,7 +34,7 @@ from torch.fx import GraphModule
 from triton_code import pretend
 
 import aot_hooks
-from aot_hooks import backend
+from aot_hooks import partitioner
 from aot_hooks.graphs.roofline import CALL_MS, COPY_MS, LAUNCH_MS, host_ms
 from aot_hooks.graphs.speeds import Rates
 from aot_hooks.planning.budget import ALLOWED
@@ -170,7 +170,7 @@ def compiled(
     """The phase of each graph, its code, and the kernels that a plan counts; and the plans."""
     codes: list[tuple[str, str, int]] = []
     counted = 0
-    carry_names, inner = backend.carry_names, compile_fx.compile_fx_inner
+    carry_names, inner = partitioner.carry_names, compile_fx.compile_fx_inner
 
     def moved(graph: torch.fx.Graph) -> None:
         """Before anything is read off the joint graph, such as its split without hooks."""
@@ -188,7 +188,7 @@ def compiled(
 
     compiled = torch.compile(model, backend="aot_hooks", options={"policy": policy, **options})
     with (
-        mock.patch.object(backend, "carry_names", moved),
+        mock.patch.object(partitioner, "carry_names", moved),
         mock.patch.object(compile_fx, "compile_fx_inner", compile_inner),
         mock.patch.object(GraphLowering, "compile_to_module", keep_code),
         mock.patch("torch._inductor.async_compile.AsyncCompile.use_process_pool", lambda *_: False),

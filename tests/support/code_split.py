@@ -17,7 +17,7 @@ from code_peak import Block, peak_of, pretend_cuda
 from torch import nn
 
 import aot_hooks
-from aot_hooks import backend
+from aot_hooks import partitioner
 
 
 def as_inductor_likes(*_graphs: Any, **_of_outputs: Any) -> None:
@@ -30,9 +30,9 @@ def main() -> None:
     x = torch.randn(tokens, width, dtype=torch.bfloat16, requires_grad=True)
     pretend_cuda()
     found = []
-    for in_force in (backend.split_and_hold, as_inductor_likes):
+    for in_force in (partitioner.split_and_hold, as_inductor_likes):
         torch._dynamo.reset()
-        with mock.patch.object(backend, "split_and_hold", in_force):
+        with mock.patch.object(partitioner, "split_and_hold", in_force):
             code = codes_of(model, x, aot_hooks.float8())["backward"]
         found.append(peak_of(code) / (tokens * 3 * width * 2))
     print(json.dumps(found))

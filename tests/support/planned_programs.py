@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
-from aot_hooks import backend
+from aot_hooks import partitioner
 from aot_hooks.graphs import speeds
 from aot_hooks.passes.plan import Plan
 from aot_hooks.planning.assignment import UNSEEN
@@ -109,14 +109,14 @@ def made(seed: int, *, small: bool = False) -> Made:
 
 def as_on_an_h200() -> None:
     """From now on plans of this process are made as for an H200, see code_peak.py."""
-    carry_names = backend.carry_names
+    carry_names = partitioner.carry_names
 
     def moved(graph: torch.fx.Graph) -> None:
         on_cuda(types.SimpleNamespace(graph=graph, recompile=lambda: None))  # type: ignore[arg-type]
         carry_names(graph)
 
     pretend_cuda()
-    backend.carry_names = moved
+    partitioner.carry_names = moved
     speeds._measured = lambda _: H200  # type: ignore[assignment]
 
 
