@@ -235,143 +235,191 @@ def _may_have_gradient(x: torch.Tensor) -> bool:
     return isinstance(x, torch.nn.Parameter) or x.grad is not None
 
 
-def record(
-    pool: Any,
-    cursor: Cursor,
-    run: Callable[..., Any],
-    update: Callable[[], None] | None,
-    key: tuple[Any, ...],
-    flat: Sequence[Any],
-    spec: Any,
-    *,
-    take_snapshot: Callable[[], HostState],
-    host: HostState,
-    number_paths: Collection[str],
-    blocks_of_others: set[int],
-    gradients_in_use: set[StorageWeakRef],
-    last_gradients: LastGradients,
-    reads_gradients: bool,
-    calls_compiled: bool,
-) -> StepRecording:
-    """Capture `run`, called with the arguments `flat` and `spec`. Whether that succeeds or not, all is as before.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CaptureRequest:
+    """What `record` is asked to capture, and what it has to know of the other recordings of the step."""
 
-    Args:
-        update: runs after each replay, outside of the graph.
-        key, flat, spec: see `key_of` and `flat_arguments`.
-        take_snapshot: takes a snapshot of host values; `host` is that of now.
-        number_paths: of numbers that the graph reads on the device, if it can.
-        blocks_of_others: addresses in the pool that other recordings keep.
-        gradients_in_use: gradients of other recordings, whose memory is among `blocks_of_others`.
-        last_gradients, reads_gradients: see `Gradients`.
-        calls_compiled: whether the step has called a function that Dynamo compiles.
+    pool: Any
+    cursor: Cursor
+    run: Callable[..., Any]  # the step, or its forward and backward
+    update: Callable[[], None] | None  # runs after each replay, outside of the graph
+    key: tuple[Any, ...]  # see `key_of`
+    flat: Sequence[Any]  # the arguments of `run`, see `flat_arguments`
+    spec: Any  # what makes arguments of `flat`
+    take_snapshot: Callable[[], HostState]
+    host: HostState  # the snapshot of now
+    number_paths: Collection[str]  # of numbers that the graph reads on the device, if it can
+    blocks_of_others: set[int]  # addresses in the pool that other recordings keep
+    gradients_in_use: set[StorageWeakRef]  # of other recordings, whose memory is among `blocks_of_others`
+    last_gradients: LastGradients  # see `Gradients`
+    reads_gradients: bool  # see `Gradients`
+    calls_compiled: bool  # whether the step has called a function that Dynamo compiles
+
+
+def record(request: CaptureRequest) -> StepRecording:
+    """Capture a step. Whether that succeeds or not, all is as before.
 
     Raises `CannotCapture` with a reason against the capture, or the capture's own error; `Unforeseen`, if it would
     succeed with other numbers or outputs.
     """
-    device = cursor.device
-    for path, x in host.tensors.items():
+    for path, x in request.host.tensors.items():
         if x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter):
             raise CannotCapture(f"{path} is a {type(x).__name__} of layout {x.layout}")
-    tensors = [*host.tensors.values()]
-    snapshot = Snapshot(tensors, [x for x in host.objects() if isinstance(x, torch.Generator) and x.device == device])
-    versions = [None if x.is_inference() else x._version for x in tensors]
-    on_cpu = [(x, x._version, x.detach().clone()) for x in host.on_cpu]
-    random_states = [torch.get_rng_state()]
-    random_numbers, schedulers = HostRandom(host.objects()), host.of_schedulers()
-    # Under a dispatch mode Dynamo gives compiled code up, and a function mode makes it compile anew.
-    is_watched = not host.compiled and not calls_compiled
-    in_optimizers_only = bool(number_paths) and (not is_watched or asks_for_types(host.objects()))
-    numbers = Numbers(places_of(host, number_paths, in_optimizers_only=in_optimizers_only), device)
-    outputs = Outputs(host.outputs)
-    owner, graph, unreduced = Owner(), None, unreduced_gradients(host.objects())
-    replicas = replicas_in(host.objects())
-    in_buckets = [x for model in replicas if model.gradient_as_bucket_view for x in model.parameters()]
-    gradients = Gradients(parameters_of(host), last_gradients, reads=reads_gradients, in_buckets=in_buckets)
+    attempt = _Attempt(request)
     try:
-        inputs = Inputs(pool, flat, device)
-        known = [*tensors, *map(local_part, gradients.before), *numbers.tensors]
-        watch = OperatorWatch(device, inputs.by_storage(), known, has_reducers=bool(replicas))
-        watch.known.update(map(torch_cuda.identity, gathered_storages(host.objects())))
-        rates_read: list[str] = []
+        attempt.capture()
+        attempt.check_side_effects()
+        attempt.check_host()
+        blocks = attempt.find_blocks()
+        return attempt.recording(blocks)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
+        attempt.undo()
+        raise
 
-        def captured() -> Any:
-            args, kwargs = arguments_of(inputs.arguments(flat), spec)
-            in_place = numbers.in_place([*host.optimizers.values()], everywhere=is_watched)
-            watched = torch_cuda.dispatching(watch.operator) if is_watched else contextlib.nullcontext()
-            with watched, noting_reads(host.schedulers, rates_read), as_they_are(), in_place:
-                result = run(*args, **kwargs)
-            random_states.append(torch.get_rng_state())  # before the capture puts it back
-            return torch_cuda.flatten(result)
 
-        outputs.cover()
+class _Attempt:
+    """One attempt to capture a step. Its methods run once each, in their order here; `undo` if one of them raises."""
+
+    inputs: Inputs
+    watch: OperatorWatch
+
+    def __init__(self, request: CaptureRequest) -> None:
+        """Note all that `undo` puts back. Nothing is changed yet, so an error needs no `undo`."""
+        self.request, self.host, self.device = request, request.host, request.cursor.device
+        host, device = self.host, self.device
+        self.tensors = [*host.tensors.values()]
+        generators = [x for x in host.objects() if isinstance(x, torch.Generator) and x.device == device]
+        self.snapshot = Snapshot(self.tensors, generators)
+        self.versions = [None if x.is_inference() else x._version for x in self.tensors]
+        self.on_cpu = [(x, x._version, x.detach().clone()) for x in host.on_cpu]
+        self.random_states = [torch.get_rng_state()]
+        self.random_numbers, self.schedulers = HostRandom(host.objects()), host.of_schedulers()
+        self.rates_read: list[str] = []  # paths of schedulers whose `get_last_lr()` the step calls
+        # Under a dispatch mode Dynamo gives compiled code up, and a function mode makes it compile anew.
+        self.is_watched = not host.compiled and not request.calls_compiled
+        paths = request.number_paths
+        in_optimizers_only = bool(paths) and (not self.is_watched or asks_for_types(host.objects()))
+        self.numbers = Numbers(places_of(host, paths, in_optimizers_only=in_optimizers_only), device)
+        self.outputs = Outputs(host.outputs)
+        self.owner = Owner()
+        self.graph: Any = None
+        self.results: list[Any] = []  # what the step returns, flat
+        self.result_spec: Any = None
+        self.unreduced = unreduced_gradients(host.objects())
+        self.replicas = replicas_in(host.objects())
+        in_buckets = [x for model in self.replicas if model.gradient_as_bucket_view for x in model.parameters()]
+        self.gradients = Gradients(
+            parameters_of(host), request.last_gradients, reads=request.reads_gradients, in_buckets=in_buckets
+        )
+
+    def capture(self) -> None:
+        """Capture the step. It runs on the host only, so no tensor has other values after it."""
+        host, pool = self.host, self.request.pool
+        self.inputs = Inputs(pool, self.request.flat, self.device)
+        known = [*self.tensors, *map(local_part, self.gradients.before), *self.numbers.tensors]
+        self.watch = OperatorWatch(self.device, self.inputs.by_storage(), known, has_reducers=bool(self.replicas))
+        self.watch.known.update(map(torch_cuda.identity, gathered_storages(host.objects())))
+        self.outputs.cover()
         forget_events(host.objects())  # the pool waits for the device before a capture
         renew_for_capture(leaves_of(host), host.objects())
-        with one_capture(), under_way(Capture(owner, ())):
-            graph, (results, result_spec) = pool.capture(captured, snapshot.generators)
+        with one_capture(), under_way(Capture(self.owner, ())):
+            self.graph, (self.results, self.result_spec) = pool.capture(self._run, self.snapshot.generators)
         forget_events(host.objects())
-        if random_numbers.changed() or not torch.equal(*random_states):
+
+    def _run(self) -> Any:
+        """Run the step, in the capture. Returns its result, flat."""
+        host = self.host
+        args, kwargs = arguments_of(self.inputs.arguments(self.request.flat), self.request.spec)
+        in_place = self.numbers.in_place([*host.optimizers.values()], everywhere=self.is_watched)
+        watched = torch_cuda.dispatching(self.watch.operator) if self.is_watched else contextlib.nullcontext()
+        with watched, noting_reads(host.schedulers, self.rates_read), as_they_are(), in_place:
+            result = self.request.run(*args, **kwargs)
+        self.random_states.append(torch.get_rng_state())  # before the capture puts it back
+        return torch_cuda.flatten(result)
+
+    def check_side_effects(self) -> None:
+        """Raise if the step did what no graph does again: random numbers of the host, rates read, sums not reduced."""
+        if self.random_numbers.changed() or not torch.equal(*self.random_states):
             raise CannotCapture("draws random numbers on the host")
-        if rates_read:
-            raise CannotCapture(f"reads {rates_read[0]}.get_last_lr(), which a replay would not; give it as an input")
-        outputs.collect({torch_cuda.storage_key(x) for x in tensors})
-        outputs.uncover()
-        if any(getattr(owner, name) is not old for owner, name, old in unreduced):
+        if self.rates_read:
+            rate = self.rates_read[0]
+            raise CannotCapture(f"reads {rate}.get_last_lr(), which a replay would not; give it as an input")
+        self.outputs.collect({torch_cuda.storage_key(x) for x in self.tensors})
+        self.outputs.uncover()
+        if any(getattr(owner, name) is not old for owner, name, old in self.unreduced):
             raise CannotCapture("keeps gradients without an exchange; end it with a backward that reduces them")
-        _check_stored(host, take_snapshot(), schedulers, numbers)
+
+    def check_host(self) -> None:
+        """Raise if host values, the memory of tensors or an input have changed, which a replay would not change."""
+        host = self.host
+        _check_stored(host, self.request.take_snapshot(), self.schedulers, self.numbers)
         host.restore()  # the step may have put equal containers in the place of the old ones
         host.note_versions()
-        rebound = {id(x) for x in snapshot.rebound()}
+        rebound = {id(x) for x in self.snapshot.rebound()}
         for path, x in host.tensors.items():
             if id(x) in rebound:
                 raise CannotCapture(f"gives {path} other memory or another shape, which a replay would not")
-        if (written_input := inputs.written()) is not None:
+        if (written_input := self.inputs.written()) is not None:
             raise CannotCapture(f"writes to input {written_input}, which is the caller's own memory")
-        gradients.classify(device)
-        made = [x for x in results if isinstance(x, torch.Tensor)]
+
+    def find_blocks(self) -> set[int]:
+        """The addresses in the pool that the recording needs between replays. Raise if the step keeps others: nobody
+        would know when such a block is free."""
+        pool, others = self.request.pool, self.request.blocks_of_others
+        self.gradients.classify(self.device)
+        made = [x for x in self.results if isinstance(x, torch.Tensor)]
         for x in made:
-            if type(x) is not torch.Tensor or x.layout is not torch.strided or x.device != device:
+            if type(x) is not torch.Tensor or x.layout is not torch.strided or x.device != self.device:
                 raise CannotCapture(f"returns a {type(x).__name__} of layout {x.layout} on {x.device}")
         storages = [
-            *(x.untyped_storage() for x in (*inputs.staged, *made, *outputs.tensors)),
-            *(s.storage for s in gradients.slots.values()),
+            *(x.untyped_storage() for x in (*self.inputs.staged, *made, *self.outputs.tensors)),
+            *(s.storage for s in self.gradients.slots.values()),
         ]
-        own = {torch_cuda.storage_key(x) for x in tensors}
+        own = {torch_cuda.storage_key(x) for x in self.tensors}
         blocks = {s.data_ptr() for s in storages if s.nbytes() and torch_cuda.identity(s) not in own}
-        gradients.finish()
-        if not pool.live_blocks_are(blocks | blocks_of_others):
+        self.gradients.finish()
+        if not pool.live_blocks_are(blocks | others):
             gc.collect()
-            leaked = pool.live_blocks() - blocks - blocks_of_others
+            leaked = pool.live_blocks() - blocks - others
             if leaked:
                 raise CannotCapture(f"keeps {len(leaked)} tensors that it made, in a place that is not known")
+        return blocks
+
+    def recording(self, blocks: set[int]) -> StepRecording:
+        """The recording, which keeps `blocks`. Raise if an input is in memory that the step writes to."""
+        request = self.request
         written = [
             x
-            for x, version in zip(tensors, versions, strict=True)
-            if version is not None and (x._version != version or torch_cuda.storage_key(x) in watch.written)
+            for x, version in zip(self.tensors, self.versions, strict=True)
+            if version is not None and (x._version != version or torch_cuda.storage_key(x) in self.watch.written)
         ]
         recording = StepRecording(
-            key, host, numbers, outputs, inputs, gradients, [*tensors, *gradients.static], written, results,
-            result_spec, update, graph, cursor, pool, blocks, gradients_in_use, watch.talks, owner,
+            request.key, self.host, self.numbers, self.outputs, self.inputs, self.gradients,
+            [*self.tensors, *self.gradients.static], written, self.results, self.result_spec, request.update,
+            self.graph, request.cursor, request.pool, blocks, request.gradients_in_use, self.watch.talks, self.owner,
         )  # fmt: skip
-        if (aliased := recording.aliased(flat)) is not None:
+        if (aliased := recording.aliased(request.flat)) is not None:
             raise CannotCapture(f"writes to the memory of input {aliased}; give it a copy")
         return recording
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
+
+    def undo(self) -> None:
+        """Put back all that the failed attempt has changed, and free its graph."""
+        objects = self.host.objects()
         with contextlib.ExitStack() as stack:  # the last first, and each also if one before it raises
-            stack.callback(gradients.close)
-            stack.callback(gradients.finish)
-            stack.callback(random_numbers.restore)
-            stack.callback(_restore_numbers, on_cpu)
-            stack.callback(snapshot.restore)
-            stack.callback(host.note_versions)
-            stack.callback(schedulers.restore)
-            stack.callback(host.restore)
-            stack.callback(forget_events, host.objects())
-            stack.callback(forget_failed_step, host.objects(), unreduced)
-            stack.callback(outputs.uncover)
-            if graph is not None:
-                stack.callback(graph.reset)
-        raise
+            stack.callback(self.gradients.close)
+            stack.callback(self.gradients.finish)
+            stack.callback(self.random_numbers.restore)
+            stack.callback(_restore_numbers, self.on_cpu)
+            stack.callback(self.snapshot.restore)
+            stack.callback(self.host.note_versions)
+            stack.callback(self.schedulers.restore)
+            stack.callback(self.host.restore)
+            stack.callback(forget_events, objects)
+            stack.callback(forget_failed_step, objects, self.unreduced)
+            stack.callback(self.outputs.uncover)
+            if self.graph is not None:
+                stack.callback(self.graph.reset)
 
 
 def _restore_numbers(numbers: Sequence[tuple[torch.Tensor, int, torch.Tensor]]) -> None:

@@ -50,7 +50,7 @@ from .host import CannotCompare, HostState
 from .inputs import arguments_of, changing_number, flat_arguments, key_of, objects_in, reason_against
 from .outputs import ChangesValue
 from .ranks import MOST_RECORDINGS, Ranks
-from .recording import StepRecording, Unforeseen, make_capturable, parallel, parameters_of, record
+from .recording import CaptureRequest, StepRecording, Unforeseen, make_capturable, parallel, parameters_of, record
 from .watch import users_line
 from .ways import AsItIs, FailedCapture, Record, Refuse, Replay, WarmUp, Way
 
@@ -406,37 +406,40 @@ class WholeStep:
             return self._follow(self._find(key, flat), key, flat, spec)
         return self._refuse(reason, flat, spec, on_all_ranks=self.ranks is not None)
 
-    def _capture(
-        self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any, host: HostState
-    ) -> StepRecording | FailedCapture:
-        """Record the step, without a replay."""
+    def _request(self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any, host: HostState) -> CaptureRequest:
+        """The step to capture, whole or without its update, and the memory of other recordings, which stays theirs."""
         assert self.cursor is not None
         pool = self._opened_pool()
         self._left = [entry for entry in self._left if not entry[1].expired()]
         orphans = {storage: address for of, storage, address in self._left if of is pool}
         every = [one for one in self._every_recording() if one.pool is pool]
-        blocks = {address for one in every for address in one.blocks} | {*orphans.values()}
-        in_use = {storage for one in every for storage, _ in one.gradients.memory} | {*orphans}
         run, update = (self._forward_backward, self.update) if self.update_refused else (self._all, None)
-        numbers = () if self.numbers_refused else self.numbers
+        return CaptureRequest(
+            pool=pool,
+            cursor=self.cursor,
+            run=run,
+            update=update,
+            key=key,
+            flat=flat,
+            spec=spec,
+            take_snapshot=self._host,
+            host=host,
+            number_paths=() if self.numbers_refused else self.numbers,
+            blocks_of_others={address for one in every for address in one.blocks} | {*orphans.values()},
+            gradients_in_use={storage for one in every for storage, _ in one.gradients.memory} | {*orphans},
+            last_gradients=self._last_gradients,
+            reads_gradients=self.reads_gradients,
+            calls_compiled=self.calls_compiled,
+        )
+
+    def _capture(
+        self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any, host: HostState
+    ) -> StepRecording | FailedCapture:
+        """Record the step, without a replay."""
+        request = self._request(key, flat, spec, host)
+        pool, reads_numbers = request.pool, bool(request.number_paths)
         try:
-            recording = record(
-                pool,
-                self.cursor,
-                run,
-                update,
-                key,
-                flat,
-                spec,
-                take_snapshot=self._host,
-                host=host,
-                number_paths=numbers,
-                blocks_of_others=blocks,
-                gradients_in_use=in_use,
-                last_gradients=self._last_gradients,
-                reads_gradients=self.reads_gradients,
-                calls_compiled=self.calls_compiled,
-            )
+            recording = record(request)
             if recording.talks and self.ranks is None and sequence_numbers():
                 recording.close()  # made by this rank alone; a call that runs uncaptured finds the groups
                 return FailedCapture("it talks to other processes, as no call before did", may_succeed=True)
@@ -447,7 +450,7 @@ class WholeStep:
             changed = changed or "torch's settings, or somebody holds its gradients (return clones of them)"
             recording.close()
             return FailedCapture(
-                f"what it reads changed while it was captured: {changed[:500]}", read_numbers=bool(numbers)
+                f"what it reads changed while it was captured: {changed[:500]}", read_numbers=reads_numbers
             )
         except AssertionError:  # a bug, which is not to be hidden
             raise
@@ -460,9 +463,9 @@ class WholeStep:
                 f"{failure.reason} ({line})" if line else failure.reason,
                 may_succeed=failure.needs_warmup or not failure.is_final,
                 changed_by_step=(error.path,) if isinstance(error, ChangesValue) else (),
-                read_numbers=bool(numbers),
+                read_numbers=reads_numbers,
             )
-        pool.broken = pool.broken or not pool.live_blocks_are(blocks)
+        pool.broken = pool.broken or not pool.live_blocks_are(request.blocks_of_others)
         self.reads_gradients |= wants_gradients
         return made._replace(again=wants_gradients or (found is not None and self._allow_for(found)))
 
