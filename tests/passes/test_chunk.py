@@ -11,6 +11,7 @@ import fuzz_chunk
 import pytest
 import torch
 import torch.nn.functional as F
+from fuzz_parts import distance
 from profiled import most_allocated
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -77,14 +78,14 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolera
 def test_random_losses_are_right_in_chunks_or_left_alone_with_the_reason(first: int, count: int) -> None:
     outcomes = [fuzz_chunk.check(fuzz_chunk.generate(seed)) for seed in range(first, first + count)]
     assert [o for o in outcomes if o.wrong] == []
-    assert sum(o.chunked for o in outcomes) >= count // 2
+    assert sum(o.done for o in outcomes) >= count // 2
 
 
 @pytest.mark.parametrize("first", [4000, pytest.param(4020, marks=pytest.mark.slow)])
 def test_random_joint_graphs_are_right_in_chunks(first: int) -> None:
     outcomes = [fuzz_chunk.check_joint(fuzz_chunk.generate(seed)) for seed in range(first, first + 12)]
     assert [o for o in outcomes if o.wrong] == []
-    assert sum(o.chunked for o in outcomes) >= 8
+    assert sum(o.done for o in outcomes) >= 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,7 +96,7 @@ def test_random_joint_graphs_are_right_in_chunks(first: int) -> None:
 def test_sliced_and_transposed_logits_are_in_chunks(loss: str, dtype: torch.dtype) -> None:
     case = dataclasses.replace(fuzz_chunk.generate(0), loss=loss, shape=(3, 15), dtype=dtype, tokens=8)
     outcome = fuzz_chunk.check_joint(case)
-    assert outcome.chunked and not outcome.wrong
+    assert outcome.done and not outcome.wrong
 
 
 def test_chunks_of_sliced_logits_follow_the_sizes(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_chunks_of_sliced_logits_follow_the_sizes(tmp_path: Path) -> None:
         fuzz_chunk.generate(0), loss="shifted_logits", shape=(2, 15), dtype=torch.float32, tokens=8, dynamic=True
     )
     outcome = fuzz_chunk.check(case)
-    assert outcome.chunked and not outcome.wrong
+    assert outcome.done and not outcome.wrong
     module = model(4096)
 
     def loss(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -122,7 +123,7 @@ def test_chunks_of_sliced_logits_follow_the_sizes(tmp_path: Path) -> None:
 def test_logits_that_are_read_whole_and_sliced_are_left_alone() -> None:
     case = dataclasses.replace(fuzz_chunk.generate(0), loss="sliced_and_whole", shape=(3, 15), tokens=8)
     outcome = fuzz_chunk.check_joint(case)
-    assert not outcome.chunked and not outcome.wrong and "needs all tokens" in outcome.why
+    assert not outcome.done and not outcome.wrong and "needs all tokens" in outcome.why
 
 
 @pytest.mark.parametrize(
@@ -180,8 +181,7 @@ def test_gradients_are_at_least_as_near_to_float64(dtype: torch.dtype, reduction
 
     expected = found(None, wide=True)
     mine, theirs = (
-        [fuzz_chunk.distance(a, b) for a, b in zip(found(compiled(loss, chunk)), expected, strict=True)]
-        for chunk in (32, False)
+        [distance(a, b) for a, b in zip(found(compiled(loss, chunk)), expected, strict=True)] for chunk in (32, False)
     )
     assert all(a <= b * (1.05 if dtype == torch.float32 else 1.0) for a, b in zip(mine, theirs, strict=True))
 

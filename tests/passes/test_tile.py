@@ -12,7 +12,7 @@ import fuzz_tile
 import pytest
 import torch
 import torch.nn.functional as F
-from fuzz_chunk import distance
+from fuzz_parts import distance
 from profiled import most_allocated
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -84,7 +84,7 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolera
 def test_random_parts_are_right_in_tiles_or_left_alone_with_the_reason() -> None:
     outcomes = [fuzz_tile.check(fuzz_tile.generate(seed)) for seed in range(42)]
     assert [o for o in outcomes if o.wrong] == []
-    assert sum(o.tiled for o in outcomes) >= 21
+    assert sum(o.done for o in outcomes) >= 21
 
 
 @pytest.mark.parametrize(("first", "count"), [(4000, 2), pytest.param(4002, 120, marks=pytest.mark.slow)])
@@ -92,7 +92,7 @@ def test_random_parts_are_right_in_tiles_or_left_alone_with_the_reason() -> None
 def test_random_joint_graphs_are_right_in_tiles(first: int, count: int, again: bool) -> None:
     outcomes = [fuzz_tile.check_joint(fuzz_tile.generate(seed), again=again) for seed in range(first, first + count)]
     assert [o for o in outcomes if o.wrong] == []
-    assert sum(o.tiled for o in outcomes) >= count // 2
+    assert sum(o.done for o in outcomes) >= count // 2
 
 
 def test_wide_values_of_one_tile_are_alive(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@
       python tests/support/fuzz_chunk.py --joint --first 0 --count 2000 --out PATH
 
 A case is drawn from parts: shape of the tokens, dtype, kind of the last layer, what stands between it and the loss, the
-loss, and what the program does around it. Its gradients are compared with those of the same module in eager mode, by
-the distance of both to float64.
+loss, and what the program does around it. fuzz_parts.py compares its gradients with those of eager mode.
 
 With `--joint` neither Dynamo nor a partition runs: the joint graph is traced, computed in chunks, and run as one. This
 takes a third of the time. Sizes are numbers, and each case is one step.
@@ -14,31 +13,21 @@ takes a third of the time. Sizes are numbers, and each case is one step.
 
 from __future__ import annotations
 
-import argparse
-import copy
 import dataclasses
-import json
 import random
-import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fuzz_parts import Computed, Outcome, computed, judged, main, state_of, tangent_of, traced
 from torch import nn
-from torch._decomp import get_decompositions
-from torch.fx.experimental.proxy_tensor import make_fx
 
-import aot_hooks
-from aot_hooks.errors import UnusedWarning
 from aot_hooks.passes.chunk import chunked
 
-__all__ = ["Case", "Outcome", "check", "check_joint", "generate"]
+__all__ = ["Case", "check", "check_joint", "generate"]
 
 WIDTH, WORDS = 8, 48
-DECOMPOSED = get_decompositions([torch.ops.aten.t, torch.ops.aten.embedding_dense_backward])
-EPS = {torch.float32: 8e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 HEADS = ("plain", "plain", "bias", "tied", "lora", "frozen", "matmul")
 BETWEEN = ("float", "float", "none", "softcap", "scale", "padded", "temperature")
 LOSSES = (
@@ -98,17 +87,6 @@ class Case:
     tokens: int  # of a chunk
     autocast: bool
     dynamic: bool
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """`chunked`: a layer is in chunks. `why`: the reasons why one is not. `wrong`: what is wrong; "" if nothing is."""
-
-    case: Case
-    chunked: bool
-    why: str
-    wrong: str
-    ratio: float  # the distance of its gradients to float64 over eager mode's
 
 
 def generate(seed: int) -> Case:
@@ -326,27 +304,14 @@ def _run(program: Program, run: Any, case: Case, autocast: bool) -> list[torch.T
             out = run(ids, labels, mask)
         loss = out[0] if isinstance(out, tuple) else out
         losses += [o.detach() for o in (out if isinstance(out, tuple) else (out,))]
-        weights = torch.linspace(0.5, 1.5, loss.numel()).view(loss.shape).to(loss.dtype)
-        (loss * weights).sum().mul(case.scale).backward()
+        (loss * tangent_of(loss)).sum().mul(case.scale).backward()
     return losses + [p.grad for p in program.parameters() if p.grad is not None]
-
-
-def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact.double()).norm() / (exact.double().norm() + 1e-9))
 
 
 def check(case: Case, inner: str = "aten") -> Outcome:
     torch.manual_seed(case.seed)
     program = Program(case).to(case.dtype)
-    torch._dynamo.reset()
-    options = {"inner": inner, "chunk": case.tokens, "policy": aot_hooks.KEEP}
-    compiled = torch.compile(program, backend="aot_hooks", options=options, dynamic=case.dynamic or None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UnusedWarning)
-        found = _run(program, compiled, case, case.autocast)
-    rows = [row for plan in aot_hooks.last_plans(compiled) for row in plan.chunked]
-    said = [str(w.message) for w in caught if "options['chunk']" in str(w.message)]
-    return _judged(case, program, found, rows, said)
+    return _judged(case, program, computed(program, _run, case, inner, ("chunk", case.tokens)))
 
 
 def check_joint(case: Case) -> Outcome:
@@ -354,8 +319,7 @@ def check_joint(case: Case) -> Outcome:
     case = dataclasses.replace(case, dynamic=False, steps=1)
     torch.manual_seed(case.seed)
     program = Program(case).to(case.dtype)
-    state = {name: p.detach() for name, p in program.named_parameters()}
-    trained = [name for name, p in program.named_parameters() if p.requires_grad]
+    state, trained = state_of(program)
     inputs = _inputs(case, 0)
 
     def joint(state: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], tangent: torch.Tensor) -> Any:
@@ -367,87 +331,17 @@ def check_joint(case: Case) -> Outcome:
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
         out = program(*inputs)
-    loss = out[0] if isinstance(out, tuple) else out
-    tangent = (torch.linspace(0.5, 1.5, loss.numel()).view(loss.shape) * case.scale).to(loss.dtype)
-    gm = make_fx(joint, decomposition_table=DECOMPOSED, tracing_mode="fake")(state, inputs, tangent)
-    last = gm.graph.find_nodes(op="placeholder")[-1]
-    last.name = last.target = "tangents_1"  # AOTAutograd's name
-    gm.recompile()
-    chunks, rows = chunked(gm, case.tokens)
+    tangent = tangent_of(out[0] if isinstance(out, tuple) else out, case.scale)
+    chunks, rows = chunked(traced(joint, state, inputs, tangent, tangents=1), case.tokens)
     outs, gradients = chunks(state, inputs, tangent)
     found = [o.detach() for o in outs] + [g for g in gradients if g is not None]
-    return _judged(case, program, found, rows, [])
+    return _judged(case, program, Computed(found, rows, []))
 
 
-def _judged(case: Case, program: Program, found: list[torch.Tensor], rows: Any, said: list[str]) -> Outcome:
+def _judged(case: Case, program: Program, found: Computed) -> Outcome:
     program.zero_grad()
-    exact = _run(wide := copy.deepcopy(program).double(), wide, case, False)
-    eager = _run(same := copy.deepcopy(program), same, case, case.autocast)
-    done = any(row.done for row in rows)
-    wrong = ""
-    if len(found) != len(exact):
-        wrong = f"{len(found)} results, expected {len(exact)}"
-    eps = EPS[torch.bfloat16 if case.autocast else case.dtype]
-    total = [0.0, 0.0]
-    for i, (a, b, c) in enumerate(zip(found, eager, exact, strict=False)):
-        mine, theirs = distance(a, c), distance(b, c)
-        if i >= len(exact) - sum(p.requires_grad for p in program.parameters()):
-            total[0], total[1] = total[0] + mine, total[1] + theirs
-        if not mine <= 1.5 * theirs + eps / 2:  # two or three roundings: biases are sums of eight rounded numbers
-            wrong = wrong or f"result {i}: {mine:.2e} from float64, eager mode {theirs:.2e}"
-    worst = total[0] / total[1] if total[1] else 1.0
-    if not rows and not said:
-        wrong = wrong or "left alone without a reason"
-    if done == (case.loss in ALONE):
-        wrong = wrong or f"{'in chunks' if done else 'left alone'}, expected otherwise"
-    return Outcome(case, done, "; ".join(str(r) for r in rows if not r.done) or "; ".join(said), wrong, worst)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--inner", default="aten")
-    parser.add_argument("--joint", action="store_true")
-    parser.add_argument("--out", help="a file for the result")
-    parser.add_argument("--verbose", action="store_true")
-    options = parser.parse_args()
-    outcomes = []
-    for seed in range(options.first, options.first + options.count):
-        case = generate(seed)
-        try:
-            outcome = check_joint(case) if options.joint else check(case, options.inner)
-        except Exception as e:
-            outcome = Outcome(case, False, "", f"{type(e).__name__}: {str(e)[:300]}", 1.0)
-        outcomes.append(outcome)
-        if outcome.wrong or options.verbose:
-            print(outcome, flush=True)
-    found = summary(outcomes, options.first)
-    print(json.dumps(found, indent=1))
-    if options.out:
-        Path(options.out).write_text(json.dumps(found, indent=1) + "\n")
-
-
-def summary(outcomes: list[Outcome], first: int) -> dict[str, Any]:
-    done = [o for o in outcomes if o.chunked]
-    ratios = sorted(o.ratio for o in done)
-    return {
-        "first": first,
-        "programs": len(outcomes),
-        "in_chunks": len(done),
-        "left_alone": len(outcomes) - len(done),
-        "failing_seeds": [o.case.seed for o in outcomes if o.wrong],
-        "distance_to_float64_over_eager": {
-            "median": round(ratios[len(ratios) // 2], 3) if ratios else None,
-            "most": round(max(ratios, default=0), 3),
-        },
-        "by_loss": {
-            loss: [sum(o.chunked for o in each), len(each)]
-            for loss in sorted(set(LOSSES))
-            if (each := [o for o in outcomes if o.case.loss == loss])
-        },
-    }
+    return judged(program, _run, case, found, expected={case.loss not in ALONE})
 
 
 if __name__ == "__main__":
-    main()
+    main(generate, lambda case, o: [check_joint(case) if o.joint else check(case, o.inner)], "chunks", by="loss")

@@ -5,32 +5,25 @@
       python tests/support/fuzz_tile.py --joint --first 0 --count 2000
 
 A case is drawn from parts: shape of the tokens, dtype, kind of the part, what the layer does around it, the loss, and
-in which way it is computed. Its gradients are compared with those of the same module in eager mode, by the distance of
-both to float64. With `--joint` neither Dynamo nor a partition runs, see fuzz_chunk.py.
+in which way it is computed. fuzz_parts.py compares its gradients with those of eager mode. With `--joint` neither
+Dynamo nor a partition runs, see fuzz_chunk.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
 import dataclasses
-import json
 import random
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fuzz_chunk import DECOMPOSED, EPS, distance
+from fuzz_parts import Computed, Outcome, computed, judged, main, state_of, tangent_of, traced
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
-import aot_hooks
-from aot_hooks.errors import UnusedWarning
 from aot_hooks.passes.tile import tiled
 
-__all__ = ["Case", "Outcome", "check", "check_joint", "generate"]
+__all__ = ["Case", "check", "check_joint", "generate"]
 
 WIDTH, WIDE = 8, 28
 KINDS = (
@@ -57,17 +50,6 @@ class Case:
     tile: int | str  # tokens of a tile, or "backward" (by `tiled(..., again=False)` where nothing is compiled)
     autocast: bool
     dynamic: bool
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """`tiled`: a part is in tiles. `why`: the reasons why one is not. `wrong`: what is wrong; "" if nothing is."""
-
-    case: Case
-    tiled: bool
-    why: str
-    wrong: str
-    ratio: float  # the distance of its gradients to float64 over eager mode's
 
 
 def generate(seed: int) -> Case:
@@ -217,27 +199,15 @@ def _run(program: Program, run: Any, case: Case, autocast: bool) -> list[torch.T
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             outs = run(x)
         results += [o.detach() for o in outs]
-        torch.autograd.backward(outs, [_tangent(o) for o in outs])
+        torch.autograd.backward(outs, [tangent_of(o) for o in outs])
         inputs.append(x)
     return results + [t.grad for t in (*inputs, *program.parameters()) if t.grad is not None]
-
-
-def _tangent(out: torch.Tensor) -> torch.Tensor:
-    return torch.linspace(0.5, 1.5, out.numel()).view(out.shape).to(out.dtype)
 
 
 def check(case: Case, inner: str = "aten") -> Outcome:
     torch.manual_seed(case.seed)
     program = Program(case).to(case.dtype)
-    torch._dynamo.reset()
-    options = {"inner": inner, "tile": case.tile, "policy": aot_hooks.KEEP}
-    compiled = torch.compile(program, backend="aot_hooks", options=options, dynamic=case.dynamic or None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UnusedWarning)
-        found = _run(program, compiled, case, case.autocast)
-    rows = [row for plan in aot_hooks.last_plans(compiled) for row in plan.tiled]
-    said = [str(w.message) for w in caught if "options['tile']" in str(w.message)]
-    return _judged(case, program, found, rows, said)
+    return _judged(case, program, computed(program, _run, case, inner, ("tile", case.tile)))
 
 
 def check_joint(case: Case, *, again: bool = True) -> Outcome:
@@ -245,11 +215,10 @@ def check_joint(case: Case, *, again: bool = True) -> Outcome:
     case = dataclasses.replace(case, dynamic=False)
     torch.manual_seed(case.seed)
     program = Program(case).to(case.dtype)
-    state = {name: p.detach() for name, p in program.named_parameters()}
-    trained = [name for name, p in program.named_parameters() if p.requires_grad]
+    state, trained = state_of(program)
     x = _input(case, 0).to(case.dtype)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-        tangents = [_tangent(o) for o in program(x)]
+        tangents = [tangent_of(o) for o in program(x)]
 
     def joint(state: dict[str, torch.Tensor], x: torch.Tensor, *tangents: torch.Tensor) -> Any:
         leaves = {name: p.detach().requires_grad_(name in trained) for name, p in state.items()}
@@ -259,87 +228,25 @@ def check_joint(case: Case, *, again: bool = True) -> Outcome:
         wanted = [x, *(leaves[name] for name in trained)]
         return outs, torch.autograd.grad(outs, wanted, tangents, allow_unused=True)
 
-    gm = make_fx(joint, decomposition_table=DECOMPOSED, tracing_mode="fake")(state, x, *tangents)
-    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")[-len(tangents) :]):
-        node.name = node.target = f"tangents_{i + 1}"  # AOTAutograd's name
-    gm.recompile()
+    gm = traced(joint, state, x, *tangents, tangents=len(tangents))
     tiles, rows = tiled(gm, int(case.tile), again=again)
     outs, gradients = tiles(state, x, *tangents)
     found = [o.detach() for o in outs] + [g for g in gradients if g is not None]
-    return _judged(case, program, found, rows, [], again=again)
+    return _judged(case, program, Computed(found, rows, []), again=again)
 
 
-def _judged(
-    case: Case, program: Program, found: list[torch.Tensor], rows: Any, said: list[str], *, again: bool = True
-) -> Outcome:
-    exact = _run(wide := copy.deepcopy(program).double(), wide, case, False)
-    eager = _run(same := copy.deepcopy(program), same, case, case.autocast)
-    done = any(row.done for row in rows)
-    wrong = "" if len(found) == len(exact) else f"{len(found)} results, expected {len(exact)}"
-    eps = EPS[torch.bfloat16 if case.autocast else case.dtype]
-    total = [0.0, 0.0]
-    for i, (a, b, c) in enumerate(zip(found, eager, exact, strict=False)):
-        if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
-            wrong = wrong or f"result {i}: {a.dtype}{[*a.shape]}, expected {b.dtype}{[*b.shape]}"
-            continue
-        mine, theirs = distance(a, c), distance(b, c)
-        if i >= len(exact) - sum(p.requires_grad for p in program.parameters()):
-            total[0], total[1] = total[0] + mine, total[1] + theirs
-        if not mine <= 1.5 * theirs + eps / 2:  # two or three roundings
-            wrong = wrong or f"result {i}: {mine:.2e} from float64, eager mode {theirs:.2e}"
-    if not rows and not said and case.kind not in SILENT:
-        wrong = wrong or "left alone without a reason"
+def _judged(case: Case, program: Program, found: Computed, *, again: bool = True) -> Outcome:
     # attention itself may be in tiles, and what is returned stays as it is if the backward alone is in tiles
-    if done == (case.kind in ALONE) and not (done and (case.around == "attention" or not again)):
-        wrong = wrong or f"{'in tiles' if done else 'left alone'}, expected otherwise"
-    why = "; ".join(str(r) for r in rows if not r.done) or "; ".join(said)
-    return Outcome(case, done, why, wrong, total[0] / total[1] if total[1] else 1.0)
+    may_be_done = case.kind not in ALONE or case.around == "attention" or not again
+    expected = {case.kind not in ALONE, may_be_done}
+    return judged(program, _run, case, found, expected=expected, needs_reason=case.kind not in SILENT)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--inner", default="aten")
-    parser.add_argument("--joint", action="store_true")
-    parser.add_argument("--verbose", action="store_true")
-    options = parser.parse_args()
-    outcomes = []
-    for seed in range(options.first, options.first + options.count):
-        case = generate(seed)
-        try:
-            if options.joint:
-                found = [check_joint(case, again=again) for again in (True, False)]
-            else:
-                found = [check(case, options.inner)]
-        except Exception as e:
-            found = [Outcome(case, False, "", f"{type(e).__name__}: {str(e)[:300]}", 1.0)]
-        for outcome in found:
-            if outcome.wrong or options.verbose:
-                print(outcome, flush=True)
-        outcomes += found
-    print(json.dumps(summary(outcomes, options.first), indent=1))
-
-
-def summary(outcomes: list[Outcome], first: int) -> dict[str, Any]:
-    done = [o for o in outcomes if o.tiled]
-    ratios = sorted(o.ratio for o in done)
-    return {
-        "first": first,
-        "programs": len(outcomes),
-        "in_tiles": len(done),
-        "failing_seeds": sorted({o.case.seed for o in outcomes if o.wrong}),
-        "distance_to_float64_over_eager": {
-            "median": round(ratios[len(ratios) // 2], 3) if ratios else None,
-            "most": round(max(ratios, default=0), 3),
-        },
-        "by_kind": {
-            kind: [sum(o.tiled for o in each), len(each)]
-            for kind in sorted(set(KINDS))
-            if (each := [o for o in outcomes if o.case.kind == kind])
-        },
-    }
+def _outcomes(case: Case, options: Any) -> list[Outcome]:
+    if options.joint:
+        return [check_joint(case, again=again) for again in (True, False)]
+    return [check(case, options.inner)]
 
 
 if __name__ == "__main__":
-    main()
+    main(generate, _outcomes, "tiles", by="kind")
