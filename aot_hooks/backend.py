@@ -285,8 +285,7 @@ class _Versions:
         return through_cache(
             gm,
             self.inputs,
-            hooks.setting,
-            hooks.regions,
+            hooks,
             options=self._in_key(gm, compilation, unpacked, repeats=repeats),
             roots=self.paths,
             plans=plans,

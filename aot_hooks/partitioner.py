@@ -38,7 +38,7 @@ from .passes.edits import finished, log
 from .passes.live_bytes import LivePoint, live_bytes
 from .passes.partition import parameters_of, partitioned, state_of
 from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
-from .passes.rewrite import rewrite
+from .passes.rewrite import RewriteOptions, rewrite
 from .passes.tile import Tiled, tiled
 from .passes.units import Trace, tracer
 from .planning.chunks import CHUNK, TILE, with_chunks
@@ -226,19 +226,15 @@ class _Partitioning:
     def rewritten(self, fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Trace | None = None) -> Plan:
         """Puts hooks into two graphs, in place, and notes whether the backward may still reuse what is saved."""
         asked = self.asked
-        plan = rewrite(
-            fw,
-            bw,
-            ambient=setting,
-            regions=self.hooks.regions,
-            static_inputs=self.static,
+        options = RewriteOptions(
             for_inductor=self.fused,
-            at_run_time=asked.at_run_time,
             trace=trace,
+            at_run_time=asked.at_run_time,
             unpacked=asked.unpacked if trace is None else NOTHING,  # a budget has heeded it
             as_if_lossy=asked.as_if_lossy,
-            **self.outputs,
         )
+        settings = SettingsOfGraph(setting, self.hooks.regions)
+        plan = rewrite(fw, bw, settings, options, static_inputs=self.static, **self.outputs)
         if len(asked.donated) == self.number:
             asked.donated.append(self.shared.stocks[self.joint].donates)
         asked.donated[self.number] = asked.donated[self.number] and not crosses_twice(fw, self.num_fwd_outputs)

@@ -31,7 +31,7 @@ from cudagraph.torch_private.autograd_cache import Entry, Extension, bypass
 from ..errors import CacheWarning
 from ..graphs.saved import place_of
 from ..passes.plan import Plan
-from ..settings.setting import Setting
+from ..settings.setting import SettingsOfGraph
 from ..torch_private import aot_cache
 from . import notes
 from .entry import Checks, ForAnother, Refused, Unusable, pack_up, unpack
@@ -108,8 +108,7 @@ def without_hooks(
 def through_cache(
     gm: GraphModule,
     inputs: Sequence[Any],
-    ambient: Setting | None,
-    regions: Mapping[str, Setting],
+    settings: SettingsOfGraph,
     *,
     options: Mapping[str, Any],
     roots: Mapping[str, str],
@@ -120,7 +119,8 @@ def through_cache(
     """`compile_graph(compiling)`, from torch's cache if it has the entry; `plans` then come from the entry.
 
     Args:
-        gm, inputs, ambient, regions, options, roots: see `key_of`.
+        gm, inputs, options, roots: see `key_of`.
+        settings: those in force.
         plans: the list that a compilation appends its plans to.
         compile_graph: calls `compiling()` before each graph that it compiles; does not need it outside of the cache.
         refused: why `compile_graph` did not take an entry that was found, "" if it did.
@@ -130,7 +130,7 @@ def through_cache(
         return bypassed("torch's cache is switched off", compile_graph)
     if what := aot_cache.held_by_name(gm, inputs):
         return bypassed(f"the key would have the name of {what}, and not what it computes", compile_graph)
-    key = key_of(gm, inputs, ambient, regions, options=options, roots=roots)
+    key = key_of(gm, inputs, settings.setting, settings.regions, options=options, roots=roots)
     if key.opaque:
         operators = ", ".join(key.opaque)
         what = f"{_hooks(key)} {operators}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -65,7 +65,8 @@ def live_bytes(
     dropped = beside_loss(fw, num_fwd_outputs) - inputs if drops_others else set()
     outputs = {key: nbytes for key, nbytes in outputs.items() if key not in dropped}
     own: dict[str, Any] = {"fused": fused, "roots": roots, "planned": planned}
-    forward = _points(fw, dict.fromkeys(fw.graph.find_nodes(op="placeholder"), 0), "forward", 0, **own)
+    given = _Inputs(dict.fromkeys(fw.graph.find_nodes(op="placeholder"), 0))
+    forward = _points(fw, given, "forward", 0, **own)
     # a backward input counts nothing if the step has it anyway: a forward input, an output that stays, a repeat
     known = inputs | set(outputs)
     saved = {slot: storage_of(node) for node, slot in pairs}
@@ -78,7 +79,7 @@ def live_bytes(
     returned_bytes = sum(nbytes for key, nbytes in outputs.items() if key not in inputs)
     tangents = {n for n in input_bytes if n not in saved and aot.is_tangent(n)} if aot.keeps_tangents() else set()
     lent = {storage_of(slot) for slot, key in saved.items() if key in dropped}
-    backward = _points(bw, input_bytes, "backward", returned_bytes, tangents, lent, **own)
+    backward = _points(bw, _Inputs(input_bytes, tangents, lent), "backward", returned_bytes, **own)
     return (*forward, *backward)
 
 
@@ -91,29 +92,36 @@ def beside_loss(fw: GraphModule, num_fwd_outputs: int) -> set[Any]:
     return storages(n for n in floats if n not in numbers) if numbers else set()
 
 
+class _Inputs(NamedTuple):
+    """The inputs of a graph: their bytes, those that live to the end, and the storages that nothing is written over."""
+
+    nbytes: Mapping[Node, int]
+    to_end: Iterable[Node] = ()
+    lent: Iterable[Any] = ()
+
+
 def _points(
     gm: GraphModule,
-    input_bytes: Mapping[Node, int],
+    inputs: _Inputs,
     phase: str,
     base: int,
-    held: Iterable[Node] = (),  # inputs that live to the end
-    lent: Iterable[Any] = (),  # storages of inputs that nothing may be written over
     *,
     fused: bool,
     roots: Mapping[str, str],
     planned: bool,
 ) -> list[LivePoint]:
+    """The bytes alive while each node of `gm` runs. `base`: those that are alive throughout, beside its own."""
     nodes = list(gm.graph.nodes)
-    outputs = output_storages(gm.graph) | storages(held)
+    outputs = output_storages(gm.graph) | storages(inputs.to_end)
     written = written_storages(nodes, fuse_loops=True) if fused else {storage_of(n) for n in nodes}
-    counted = written | outputs | storages(input_bytes)
+    counted = written | outputs | storages(inputs.nbytes)
     kernels = None
     if fused and on_cuda(nodes):  # seen there; C++ kernels differ
         kernels = Kernels.of(nodes, counted, pads_rows=not planned and not pads_no_rows(gm))
-        kernels = replace(kernels, lent=set(lent))
+        kernels = replace(kernels, lent=set(inputs.lent))
     # from there on the memory that a copy back fills counts as that of its wait's result
     last = {n: i - 1 if n.target is reload_start else i for n, i in last_readers(nodes, counted, kernels).items()}
-    sizes = {n: input_bytes.get(n, _bytes(n)) for n in nodes}
+    sizes = {n: inputs.nbytes.get(n, _bytes(n)) for n in nodes}
     size = sizes.__getitem__
     bytes_alive = alive_along(nodes, counted, to_end=outputs, last_reader=last, nbytes=size, kernels=kernels)
     points, where = [], ("", "")

@@ -7,8 +7,9 @@ A `Choice` is data and is never changed: each pass returns new ones.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -16,13 +17,13 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.lifetimes import is_packed_alone, random_masks
 from ..graphs.nodes import input_storages, storage_of
-from ..graphs.saved import SavedTensor, SavedValue, boundary, crossing_pairs
+from ..graphs.saved import Boundary, SavedTensor, SavedValue, boundary, crossing_pairs
 from ..hook import KEEP
 from ..library.lossless import Lossless
 from ..offloading.hook import settings_of
 from ..offloading.placement import Leaf, place
 from ..offloading.transfers import offload_wait
-from ..settings.setting import Setting
+from ..settings.setting import SettingsOfGraph
 from ..steps.schedule import Transfer
 from ..torch_private import inductor
 from ..torch_private.inductor_fusion import WRITTEN
@@ -39,80 +40,113 @@ from .units import Packing, Trace, Unit, bytes_of, choose_positions, trace_units
 from .view_regions import label_views
 
 
-def rewrite(
-    fw: GraphModule,
-    bw: GraphModule,
-    *,
-    num_fwd_outputs: int,
-    static_inputs: Iterable[int],
-    ambient: Setting | None,
-    regions: Mapping[str, Setting],
-    for_inductor: bool,
-    roots: Mapping[str, str] = MappingProxyType({}),
-    trace: Trace | None = None,
-    at_run_time: bool = False,
-    unpacked: Unpacked = NOTHING,
-    as_if_lossy: bool = False,
-) -> Plan:
-    """Put the hooks of `ambient` and `regions` into both graphs, in place.
+@dataclass(frozen=True, kw_only=True)
+class RewriteOptions:
+    """How hooks are put into two graphs, whatever the hooks are.
 
-    Args:
-        num_fwd_outputs: how many of the forward's outputs are the user's.
-        static_inputs: indices of the forward's inputs that are parameters or buffers.
-        regions: settings by the key that nodes carry in `meta["custom"][REGION]`.
+    Attributes:
         for_inductor: decompose the traced hooks with Inductor's table, and form them for its kernels.
-        roots: modules by Dynamo's names for them, see `modules.roots`.
         trace: the `tracer` of a budget, which plans positions and bytes; None: a new one, without a budget.
         at_run_time: calls of the graphs decide what `offload(across_graphs=True)` sends.
         unpacked: saved tensors that stay as they are.
         as_if_lossy: save the values that a lossy hook would get, whatever the settings are.
+    """
+
+    for_inductor: bool
+    trace: Trace | None = None
+    at_run_time: bool = False
+    unpacked: Unpacked = NOTHING
+    as_if_lossy: bool = False
+
+
+def rewrite(
+    fw: GraphModule,
+    bw: GraphModule,
+    settings: SettingsOfGraph,
+    options: RewriteOptions,
+    *,
+    num_fwd_outputs: int,
+    static_inputs: Iterable[int],
+    roots: Mapping[str, str] = MappingProxyType({}),
+) -> Plan:
+    """Put the hooks of `settings` into both graphs, in place.
+
+    Args:
+        num_fwd_outputs: how many of the forward's outputs are the user's.
+        static_inputs: indices of the forward's inputs that are parameters or buffers.
+        roots: modules by Dynamo's names for them, see `modules.roots`.
 
     Raises HookContractError, HookTraceError, PolicyError, UnsupportedGraphError.
     """
     show("forward before", fw)
     show("backward before", bw)
-    if regions:
+    if settings.regions:
         label_views(bw.graph)
-    settings = [setting for setting in (ambient, *regions.values()) if setting is not None]
     replaced: tuple[Collection[SavedTensor], Collection[str]] = ((), ())
-    if as_if_lossy or any(getattr(setting.rule, "lossy", True) for setting in settings):  # an exact hook needs no parts
-        inputs_too = any(setting.scope != "donated" for setting in settings)
-        pairs = crossing_pairs(fw, bw, num_fwd_outputs)
-        saved = [(n, slot) for n, slot in pairs if isinstance(n, Node) and (inputs_too or n.op != "placeholder")]
-        split_decisions(bw, [slot for _, slot in saved])
-        if trace is None:  # a budget chooses itself what is saved and what is computed again
+    # an exact hook needs no parts
+    if options.as_if_lossy or any(getattr(setting.rule, "lossy", True) for setting in settings.settings):
+        _split_what_crosses(fw, bw, num_fwd_outputs, settings)
+        if options.trace is None:  # a budget chooses itself what is saved and what is computed again
             replaced = save_results(fw, bw, num_fwd_outputs, roots)
-    cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
-    choices = decide(cross, ambient, regions, unpacked, for_inductor=for_inductor)
-    gathered: tuple[Choice, ...] = ()
-    exact = ambient is not None and isinstance(ambient.rule, Lossless)
-    if trace is None and (gathered := gather_again(fw, bw, num_fwd_outputs, choices, also_kept=exact)):
-        cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
-        choices = decide(cross, ambient, regions, unpacked, for_inductor=for_inductor)
-    cross, choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)
-    choices = dedup_copies(choices, cross.kept_storages)
-    choices, units = trace_units(choices, trace or tracer(for_inductor), for_inductor=for_inductor)
+    read_boundary = partial(boundary, fw, bw, num_fwd_outputs, static_inputs, roots)
+    cross, choices, gathered = _chosen(fw, bw, num_fwd_outputs, settings, options, read_boundary)
+    trace = options.trace or tracer(options.for_inductor)
+    choices, units = trace_units(choices, trace, for_inductor=options.for_inductor)
     transfers: tuple[Transfer, ...] = ()
     if units:
-        if for_inductor:
-            units = choose_positions(units, fw, planned=trace is not None)
+        if options.for_inductor:
+            units = choose_positions(units, fw, planned=options.trace is not None)
         units = inline(fw, bw, cross, units)
-        if for_inductor:  # which takes constants and random operators in other forms than hooks have them
-            tags = {tag for unit in units for operator in unit.operators for tag in getattr(operator, "tags", ())}
-            for gm in (fw, bw):
-                lift_constants(gm)
-                if torch.Tag.nondeterministic_seeded in tags:
-                    inductor.replace_random(gm)
-            for mask in filter(is_packed_alone, random_masks(fw.graph.nodes)):
-                mask.meta[WRITTEN] = True
+        if options.for_inductor:
+            _form_for_inductor(fw, bw, units)
         choices, units, transfers = _place_transfers(
-            fw, bw, num_fwd_outputs, choices, units, fused=for_inductor, at_run_time=at_run_time
+            fw, bw, num_fwd_outputs, choices, units, fused=options.for_inductor, at_run_time=options.at_run_time
         )
         show("forward after", fw)
         show("backward after", bw)
     plan = with_gathers(with_results(_as_plan(choices, units, transfers), *replaced), gathered)
     log.debug("plan: %d saved tensors, %d packed", len(plan.decisions), sum(d.hook is not KEEP for d in plan.decisions))
     return plan
+
+
+def _split_what_crosses(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, settings: SettingsOfGraph) -> None:
+    """Split decisions off the readers of saved tensors; of inputs too, where a scope lets settings pack them."""
+    inputs_too = any(setting.scope != "donated" for setting in settings.settings)
+    pairs = crossing_pairs(fw, bw, num_fwd_outputs)
+    saved = [(n, slot) for n, slot in pairs if isinstance(n, Node) and (inputs_too or n.op != "placeholder")]
+    split_decisions(bw, [slot for _, slot in saved])
+
+
+def _chosen(
+    fw: GraphModule,
+    bw: GraphModule,
+    num_fwd_outputs: int,
+    settings: SettingsOfGraph,
+    options: RewriteOptions,
+    read_boundary: Callable[[], Boundary],
+) -> tuple[Boundary, tuple[Choice, ...], tuple[Choice, ...]]:
+    """What crosses, the choice for each saved tensor, and the choices of what is gathered again in the backward."""
+    ambient, regions = settings.setting, settings.regions
+    cross = read_boundary()
+    choices = decide(cross, ambient, regions, options.unpacked, for_inductor=options.for_inductor)
+    gathered: tuple[Choice, ...] = ()
+    exact = ambient is not None and isinstance(ambient.rule, Lossless)
+    if options.trace is None and (gathered := gather_again(fw, bw, num_fwd_outputs, choices, also_kept=exact)):
+        cross = read_boundary()
+        choices = decide(cross, ambient, regions, options.unpacked, for_inductor=options.for_inductor)
+    cross, choices = add_answers(fw, bw, cross, choices, for_inductor=options.for_inductor)
+    return cross, dedup_copies(choices, cross.kept_storages), gathered
+
+
+def _form_for_inductor(fw: GraphModule, bw: GraphModule, units: Sequence[Unit]) -> None:
+    """Constants and random operators of hooks, in the forms that Inductor takes; masks that are written to memory."""
+    tags = {tag for unit in units for operator in unit.operators for tag in getattr(operator, "tags", ())}
+    for gm in (fw, bw):
+        lift_constants(gm)
+        if torch.Tag.nondeterministic_seeded in tags:
+            inductor.replace_random(gm)
+    for mask in filter(is_packed_alone, random_masks(fw.graph.nodes)):
+        mask.meta[WRITTEN] = True
 
 
 def _place_transfers(

@@ -296,23 +296,7 @@ def _hook_options(
     """For each storage the hooks that can take it, with their bytes and times."""
     lengths = row_lengths(graphs.fw)
     lengths_of, only_loops = functools.cache(row_lengths), functools.cache(_only_loops)  # of traced hooks
-
-    @functools.cache  # equal layers share what was traced
-    def cost(nbytes: int, in_passing: bool, registers: bool, traced: TracedHook) -> tuple[float, int, float]:
-        """Milliseconds of the device, bytes, and milliseconds of the host, to pack and unpack `nbytes`.
-
-        `in_passing`: pack is in a kernel that has the value in registers. `registers`: unpack is in the kernels of the
-        readers, which would otherwise read the value from memory.
-        """
-        both = (traced.pack, traced.unpack)
-        work = max(_work_bytes(gm, graphs.fused) for gm in both)
-        by_host = sum(host_ms(gm, graphs.fused) for gm in both) - LAUNCH_MS * (in_passing + registers)
-        times = [node_ms(gm, lambda _: rates, graphs.fused, fuse_loops=True) for gm in both]
-        pack, unpack = (sum(ms for node, ms in each.items() if node.target not in COPIES) for each in times)
-        pass_ms = memory_ms(nbytes, rates)
-        ms = max(0.0, pack - pass_ms * in_passing) + max(0.0, unpack - 2 * pass_ms * registers)
-        return ms, work, max(0.0, by_host)
-
+    cost = functools.cache(functools.partial(_cost, rates, graphs.fused))  # equal layers share what was traced
     found: list[list[Option]] = [[] for _ in groups]
     on_gpu = [group[0].row.device.type == "cuda" for group in groups]
     means = [name for name in allow if name != "offload" or any(on_gpu)]  # a CPU's copies free nothing
@@ -347,6 +331,24 @@ def _hook_options(
             in_registers = registers and on_gpu[i]
             found[i].append(Option(name, hook, nbytes, ms, error, on_host, work, in_registers, host_ms=by_host))
     return found
+
+
+def _cost(
+    rates: Rates, fused: bool, nbytes: int, in_passing: bool, registers: bool, traced: TracedHook
+) -> tuple[float, int, float]:
+    """Milliseconds of the device, bytes, and milliseconds of the host, to pack and unpack `nbytes`.
+
+    `in_passing`: pack is in a kernel that has the value in registers. `registers`: unpack is in the kernels of the
+    readers, which would otherwise read the value from memory.
+    """
+    both = (traced.pack, traced.unpack)
+    work = max(_work_bytes(gm, fused) for gm in both)
+    by_host = sum(host_ms(gm, fused) for gm in both) - LAUNCH_MS * (in_passing + registers)
+    times = [node_ms(gm, lambda _: rates, fused, fuse_loops=True) for gm in both]
+    pack, unpack = (sum(ms for node, ms in each.items() if node.target not in COPIES) for each in times)
+    pass_ms = memory_ms(nbytes, rates)
+    ms = max(0.0, pack - pass_ms * in_passing) + max(0.0, unpack - 2 * pass_ms * registers)
+    return ms, work, max(0.0, by_host)
 
 
 def _readers_of(node: Node) -> list[Node]:

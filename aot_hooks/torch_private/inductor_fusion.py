@@ -9,7 +9,7 @@ passes/inline.py marks graph nodes in their `meta`: with FROM_HOOK, and with ALO
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -110,6 +110,31 @@ def _finds_a_scale(features: Any, names: str) -> bool:
     return any(FROM_HOOK in origin.meta and names in str(origin.target) for origin in origins)
 
 
+def _reads_rows_twice(features: Any, groups: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a kernel finds the scale of long rows and then reads them again, in blocks that nobody has chosen yet.
+
+    `kwargs`: what Inductor has decided. A kernel that also sums over columns names its blocks differently. A reduction
+    within a reduction, as in 2.15, has some blocks that are too small.
+    """
+    settings = need("torch._inductor.config")
+    at_most = need("torch._inductor.virtualized.V").graph.sizevars.statically_known_leq
+    autotuned = settings.max_autotune or settings.max_autotune_pointwise
+    autotuned |= settings.coordinate_descent_tuning or bool(settings.triton.multi_kernel)
+    return not (
+        autotuned
+        or kwargs.get("fixed_config") is not None
+        or kwargs.get("override_persistent_reduction")
+        or "override_cooperative_reduction" in kwargs
+        or [set(tiling) for tiling in groups] != [{"x", "r0_"}]
+        or not _finds_a_scale(features, "aot_hooks.amax_")
+        or getattr(features, "strict_reduction_rblock", lambda: None)() is not None  # 2.15: the block is fixed
+        or getattr(features.get_reduction_hint(), "name", "") != "INNER"
+        or not at_most(32, features.numel)  # fewer rows may be split over programs
+        or settings.triton.force_cooperative_reductions
+        or not at_most(1024, features.reduction_numel)
+    )
+
+
 @functools.cache
 def choices() -> Any:
     """Inductor's heuristics, changed for kernels with hooks. Torch means `InductorChoices` to be overridden so.
@@ -149,27 +174,9 @@ def choices() -> Any:
 
         def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: Any) -> Any:
             kwargs = super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
-            settings = need("torch._inductor.config")
-            at_most = need("torch._inductor.virtualized.V").graph.sizevars.statically_known_leq
-            autotuned = settings.max_autotune or settings.max_autotune_pointwise
-            autotuned |= settings.coordinate_descent_tuning or bool(settings.triton.multi_kernel)
-            if (
-                autotuned
-                or kwargs.get("fixed_config") is not None
-                # Inductor has decided. A kernel that also sums over columns names its blocks differently, and a
-                # reduction within a reduction, as in 2.15, has some blocks that are too small.
-                or kwargs.get("override_persistent_reduction")
-                or "override_cooperative_reduction" in kwargs
-                or [set(tiling) for tiling in groups] != [{"x", "r0_"}]
-                or not _finds_a_scale(features, "aot_hooks.amax_")
-                or getattr(features, "strict_reduction_rblock", lambda: None)() is not None  # 2.15: the block is fixed
-                or getattr(features.get_reduction_hint(), "name", "") != "INNER"
-                or not at_most(32, features.numel)  # fewer rows may be split over programs
-                or settings.triton.force_cooperative_reductions
-                or not at_most(1024, features.reduction_numel)
-                or self.should_use_persistent_reduction(features, False)
-            ):
+            if not _reads_rows_twice(features, groups, kwargs) or self.should_use_persistent_reduction(features, False):
                 return kwargs
+            at_most = need("torch._inductor.virtualized.V").graph.sizevars.statically_known_leq
             length = features.reduction_numel
             block, warps = (1024, 4) if at_most(length, 3072) else (2048, 8) if at_most(length, 6144) else (4096, 16)
             config = {"XBLOCK": 1, "R0_BLOCK": block, "num_warps": warps, "num_stages": 1}

@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from aot_hooks import Hook, Plan
 from aot_hooks.graphs.layout import layout_of
 from aot_hooks.passes.edits import finished
-from aot_hooks.passes.rewrite import rewrite
-from aot_hooks.settings.setting import Setting
+from aot_hooks.passes.rewrite import RewriteOptions, rewrite
+from aot_hooks.settings.setting import Setting, SettingsOfGraph
 
 EXACT = Hook("exact", lambda x: x.clone(), lambda p: p)
 HALF = Hook("half", lambda x: (x.half(), x.dtype), lambda p: p[0].to(p[1]))
@@ -51,14 +51,14 @@ class Pair:
 
     def apply(self, hook: Any, scope: str = "donated", static_inputs: Any = ()) -> Pair:
         """Rewrite both graphs with a hook, a policy or a Setting, in place; gives itself."""
+        setting = Setting(hook, scope) if hook is not None and not isinstance(hook, Setting) else hook
         self.plan = rewrite(
             self.fw,
             self.bw,
+            SettingsOfGraph(setting, {}),
+            RewriteOptions(for_inductor=False),
             num_fwd_outputs=self.num_fwd_outputs,
             static_inputs=static_inputs,
-            ambient=Setting(hook, scope) if hook is not None and not isinstance(hook, Setting) else hook,
-            regions={},
-            for_inductor=False,
         )
         finished(self.fw, self.bw)
         return self
