@@ -248,9 +248,9 @@ def _add_policy_to(command: argparse.ArgumentParser, *, required: bool) -> None:
     how.add_argument("--total", metavar="BYTES", help="the fastest step with this much allocated in all: 80GiB")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m aot_hooks", description=__doc__)
-    shared = argparse.ArgumentParser(add_help=False)  # of the commands that run a script
+def _for_scripts() -> argparse.ArgumentParser:
+    """The arguments of each command that runs a script."""
+    shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("script")
     shared.add_argument("arguments", nargs="*", default=[], help="arguments of the script, after --")
     shared.add_argument("--scope", choices=SCOPES, default="donated")
@@ -258,36 +258,32 @@ def main(argv: list[str] | None = None) -> int:
     allowed = f"what a budget may use: {','.join(ALLOWED)}"
     shared.add_argument("--allow", metavar="MEANS", type=lambda text: tuple(text.split(",")), help=allowed)
     shared.add_argument("--max-error", type=float, help="predicted relative error of the gradient, 0.05")
+    return shared
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m aot_hooks", description=__doc__)
+    shared = _for_scripts()
     commands = parser.add_subparsers(dest="command", required=True)
     environment = commands.add_parser("env", help="print what a bug report needs")
     how_much = environment.add_mutually_exclusive_group()
     how_much.add_argument("--short", action="store_true", help="ten lines at most, for an issue")
     how_much.add_argument("--symbols", action="store_true", help="also each private symbol of torch that is used")
     how_much.add_argument("--json", action="store_true", help="all of it as JSON")
-    run = commands.add_parser(
-        "report",
-        parents=[shared],
-        help="run a training script and print what it saves for backward",
-        usage="python -m aot_hooks report [options] script.py [-- arguments of the script]",
-        description=script.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+
+    def add_command(name: str, does: str, **others: Any) -> argparse.ArgumentParser:
+        usage = f"python -m aot_hooks {name} [options] script.py [-- arguments of the script]"
+        return commands.add_parser(name, parents=[shared], help=does, usage=usage, **others)
+
+    verbatim = {"description": script.__doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    run = add_command("report", "run a training script and print what it saves for backward", **verbatim)
     _add_policy_to(run, required=False)
     run.add_argument("--steps", type=_step_count, metavar="N", help="stop after N optimizer steps")
     run.add_argument("--json", metavar="PATH", help="write rows, totals and live bytes there")
     run.add_argument("--plot", metavar="PATH", help="draw saved and live bytes there; needs matplotlib")
-    points = commands.add_parser(
-        "frontier",
-        parents=[shared],
-        help="run a training script for a step per point, and print what memory a step can do without at what cost",
-        usage="python -m aot_hooks frontier [options] script.py [-- arguments of the script]",
-    )
-    trains = commands.add_parser(
-        "run",
-        parents=[shared],
-        help="run a training script, with a policy for what it compiles by torch's own backend",
-        usage="python -m aot_hooks run [options] script.py [-- arguments of the script]",
-    )
+    each_point = "run a training script for a step per point, and print what memory a step can do without at what cost"
+    points = add_command("frontier", each_point)
+    trains = add_command("run", "run a training script, with a policy for what it compiles by torch's own backend")
     _add_policy_to(trains, required=True)
     trains.add_argument("--check", action="store_true", help="compare the first step's gradients with those without")
     sizes = "only what fits on GPUs of these sizes, and the policy for each: 24GiB,80GiB"
@@ -300,7 +296,11 @@ def main(argv: list[str] | None = None) -> int:
     does = {environment: env, run: report, points: print_frontier, trains: train, miss: explain_miss}
     for command, function in does.items():
         command.set_defaults(run=function)
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
     try:
         options.run(options)
     except (AotHooksError, OSError) as e:

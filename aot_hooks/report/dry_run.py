@@ -11,7 +11,8 @@ graphs raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,14 +112,13 @@ def dry_run(
 
         return run
 
-    grads = [(t, t.grad) for t in (*leaves, *state) if t.is_leaf]
     roots = pytree.tree_leaves((reachable, args, kwargs))
-    modules = {inner for root in roots if isinstance(root, torch.nn.Module) for inner in root.modules()}
-    own = [vars(module) for module in modules]
-    tables = [*own, *(table.get(name) for table in own for name in ("_parameters", "_buffers", "_modules"))]
-    attributes = [(table, dict(table)) for table in tables if type(table) is dict]
     try:
-        with trial("aot_hooks.plan", fn, planner, dynamic) as compiled, mode:
+        with (
+            _put_back([*leaves, *state], roots),
+            trial("aot_hooks.plan", fn, planner, dynamic) as compiled,
+            mode,
+        ):
             compiled(*args, **kwargs)
     except data_dependent_errors() as e:
         raise UnsupportedGraphError(
@@ -126,19 +126,36 @@ def dry_run(
             f"one is read ({str(e).splitlines()[0]}); move what reads it (.item(), print, if) out of the function, or "
             "compile and run it, and take aot_hooks.last_plans(compiled)"
         ) from e
+    planned = joined(plans)
+    return planned, _over_budget(planned, budgets)
+
+
+@contextlib.contextmanager
+def _put_back(tensors: Iterable[torch.Tensor], roots: Iterable[Any]) -> Iterator[None]:
+    """Put gradients of `tensors` and attributes of modules among `roots` back at the end: new ones are fake."""
+    grads = [(t, t.grad) for t in tensors if t.is_leaf]
+    modules = {inner for root in roots if isinstance(root, torch.nn.Module) for inner in root.modules()}
+    own = [vars(module) for module in modules]
+    tables = [*own, *(table.get(name) for table in own for name in ("_parameters", "_buffers", "_modules"))]
+    attributes = [(table, dict(table)) for table in tables if type(table) is dict]
+    try:
+        yield
     finally:
         for tensor, grad in grads:
             tensor.grad = grad
         for table, before in attributes:
             if table.keys() != before.keys() or any(table[name] is not value for name, value in before.items()):
-                table.clear()  # the values assigned meanwhile are fake
+                table.clear()
                 table.update(before)
-    planned = joined(plans)
+
+
+def _over_budget(planned: Plan, budgets: Sequence[Assignment | None]) -> str:
+    """What to say if graphs that share a budget are over it together; "" if they are not."""
     budget = budgets[0] if len(budgets) > 1 and len(set(budgets)) == 1 else None
     peak = None if budget is None else budget.peak_bytes
     if peak is None or planned.peak_bytes <= peak:
-        return planned, ""
-    return planned, (
+        return ""
+    return (
         f"{budget!r}: expected a step under {mib(peak)}, but its {len(budgets)} graphs are planned one by one here, "
         f"and take {mib(planned.peak_bytes)} together. In training a budget plans them as one step after the first "
         "steps: look at aot_hooks.last_plans(compiled) then"
