@@ -98,33 +98,39 @@ def capture(piece: Piece, options: Options, driver: CaptureDriver) -> Callable[[
 
     def call(inputs: list[Any]) -> Sequence[Any]:
         outputs = replay(inputs)
-        if outputs is not None:
-            return outputs
-        key = _key(function, function.key_inputs, inputs) if function.key_inputs else key_without_values
-        trees = _trees_of_this_thread()
-        if trees is no_trees:
-            return list(piece.run(inputs))
-        if number not in trees:
-            trees[number] = Tree(driver, piece.device, marks_so_far(trees))
-        tree = trees[number]
-        try:
-            if function not in tree.functions:
-                with one_at_a_time:
-                    tree.functions.add(function)
-                # `replay` goes with the user's callable; `function` does not, because the tree holds it
-                weakref.finalize(replay, _drop, weakref.ref(tree), weakref.ref(function)).atexit = False
-            now = marks_so_far(trees)  # the module of torch that counts marks may have been imported meanwhile
-            if now != tree.marks:
-                tree.mark(now, inputs)
-            return tree.call(function, key, inputs)
-        except RuntimeError as error:
-            raise_if_stale(error)
-            raise
+        return outputs if outputs is not None else _find_way(function, (driver, number), replay, inputs)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     call.replay = replay  # type: ignore[attr-defined]
     call.piece = piece  # type: ignore[attr-defined]
     return call
+
+
+def _find_way(
+    function: Function, tree_of: tuple[CaptureDriver, int], replay: Callable[..., Any], inputs: list[Any]
+) -> Sequence[Any]:
+    """Run a call of `function` for which `replay` found no edge. `tree_of`: the driver, and the number of its tree."""
+    driver, number = tree_of
+    key: EdgeKey = _key(function, function.key_inputs, inputs) if function.key_inputs else (function,)
+    piece, trees = function.piece, _trees_of_this_thread()
+    if trees is no_trees:
+        return list(piece.run(inputs))
+    if number not in trees:
+        trees[number] = Tree(driver, piece.device, marks_so_far(trees))
+    tree = trees[number]
+    try:
+        if function not in tree.functions:
+            with one_at_a_time:
+                tree.functions.add(function)
+            # `replay` goes with the user's callable; `function` does not, because the tree holds it
+            weakref.finalize(replay, _drop, weakref.ref(tree), weakref.ref(function)).atexit = False
+        now = marks_so_far(trees)  # the module of torch that counts marks may have been imported meanwhile
+        if now != tree.marks:
+            tree.mark(now, inputs)
+        return tree.call(function, key, inputs)
+    except RuntimeError as error:
+        raise_if_stale(error)
+        raise
 
 
 def in_parts(

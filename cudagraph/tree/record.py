@@ -17,7 +17,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -187,30 +187,43 @@ def _capture(
         # autograd takes over a gradient that nobody else has. Nor where the graph may have written an output there.
         views = {i: copy for i, copy in staged.items() if piece.is_inference and i not in piece.reusable_inputs}
         passed_on = {copy.cdata: i for i, copy in views.items() if not copy.expired()}
-        outputs = _outputs(function, pool, returned, inputs, plan.static, on_path, passed_on, capture.lent)
+        outputs = _outputs(
+            function, pool, returned, inputs, plan.static, _KnownMemory(on_path, passed_on, capture.lent)
+        )
         for k, *_ in outputs.input_aliases:
             returned[k] = None  # frees the copy of an input; all other memory has to be in the checkpoint
         state = pool.checkpoint()
         for slot in outputs.live:
             if slot not in alive and not slot.host:
                 pool.disown(slot.storage)
-        copied = plan.copied
-        is_range = bool(copied) and copied[-1] - copied[0] == len(copied) - 1
-        layout = InputLayout(
-            addresses=plan.addresses,
-            fixed=sorted([*plan.static, *plan.managed]),
-            reads_in_place=not function.static_inputs.issuperset(plan.static),
-            copied=copied,
-            copied_range=slice(copied[0], copied[-1] + 1) if is_range else None,
-            flat_copies=flat_copies,
-            destinations=destinations,
-            consumed=[(i, slot, plan.layouts[i]) for i, slot in plan.managed.items() if slot in reused],
-            must_be_dead=(*plan.dead, *reused),
-        )
+        layout = _input_layout(function, plan, reused, destinations, flat_copies)
         return Recording(parent, key, graph, layout, outputs, state)
     except BaseException:
         graph.reset()
         raise
+
+
+def _input_layout(
+    function: Function,
+    plan: CapturePlan,
+    reused: list[Slot],
+    destinations: list[torch.Tensor],
+    flat_copies: list[tuple[int, int]],
+) -> InputLayout:
+    """How a replay takes its inputs. `reused`: slots whose memory the graph takes, because nothing else holds it."""
+    copied = plan.copied
+    is_range = bool(copied) and copied[-1] - copied[0] == len(copied) - 1
+    return InputLayout(
+        addresses=plan.addresses,
+        fixed=sorted([*plan.static, *plan.managed]),
+        reads_in_place=not function.static_inputs.issuperset(plan.static),
+        copied=copied,
+        copied_range=slice(copied[0], copied[-1] + 1) if is_range else None,
+        flat_copies=flat_copies,
+        destinations=destinations,
+        consumed=[(i, slot, plan.layouts[i]) for i, slot in plan.managed.items() if slot in reused],
+        must_be_dead=(*plan.dead, *reused),
+    )
 
 
 def _unowned(x: torch.Tensor) -> torch.Tensor:
@@ -219,29 +232,36 @@ def _unowned(x: torch.Tensor) -> torch.Tensor:
     return tensor_on(torch_cuda.storage_at(storage.data_ptr(), x.device, storage.nbytes()), layout_of(x))
 
 
+class _KnownMemory(NamedTuple):
+    """Memory in which outputs of a capture may be.
+
+    Attributes:
+        on_path: slots of the path that are alive, by storage.
+        passed_on: positions of copied inputs whose views are given out, by the storage of the copy.
+        lent: addresses of host memory that was lent to the capture; see capture.py.
+    """
+
+    on_path: dict[int, Slot]
+    passed_on: dict[int, int]
+    lent: set[int]
+
+
 def _outputs(
     function: Function,
     pool: Pool,
     returned: Sequence[Any],
     inputs: list[Any],
     static: list[int],
-    on_path: dict[int, Slot],
-    passed_on: dict[int, int],
-    lent: set[int],
+    memory: _KnownMemory,
 ) -> OutputLayout:
     """How a replay makes the outputs that the function `returned`. Memory that the capture allocated or was lent gets
-    slots. Raises `CannotCapture` if other new memory of the pool is still allocated.
-
-    on_path: slots of the path that are alive, by storage.
-    passed_on: positions of copied inputs whose views are given out, by the storage of the copy.
-    lent: addresses of host memory that was lent to the capture; see capture.py.
-    """
+    slots. Raises `CannotCapture` if other new memory of the pool is still allocated."""
     by_tensor = {id(inputs[i]): i for i in static}
     tensors = {k: x for k, x in enumerate(returned) if isinstance(x, torch.Tensor)}
     same_inputs = [(k, by_tensor[id(x)]) for k, x in tensors.items() if id(x) in by_tensor]
     others = {k: x for k, x in tensors.items() if id(x) not in by_tensor}
-    found = _sort_outputs(function, others, inputs, static, on_path, passed_on, lent)
-    slots = _slots_of_pool(function, pool, found, on_path)
+    found = _sort_outputs(function, others, inputs, static, memory)
+    slots = _slots_of_pool(function, pool, found, memory.on_path)
     templates = _templates(found.templated, slots)
     saved = function.piece.saved_outputs
     if saved is not None:  # an output that is returned twice has its template at the first position only
@@ -282,12 +302,11 @@ def _sort_outputs(
     tensors: dict[int, torch.Tensor],
     inputs: list[Any],
     static: list[int],
-    on_path: dict[int, Slot],
-    passed_on: dict[int, int],
-    lent: set[int],
+    memory: _KnownMemory,
 ) -> _SortedOutputs:
-    """Sorts the outputs `tensors`, which are no inputs themselves. See `_outputs` for the arguments."""
-    found = _SortedOutputs(slots=dict(on_path))
+    """Sorts the outputs `tensors`, which are no inputs themselves."""
+    passed_on = memory.passed_on
+    found = _SortedOutputs(slots=dict(memory.on_path))
     by_input = {torch_cuda.identity(inputs[i].untyped_storage()): i for i in static} | passed_on
     first_position: dict[int, int] = {}
     for k, x in tensors.items():
@@ -307,7 +326,7 @@ def _sort_outputs(
         else:
             found.templated[k] = x
             if cdata not in found.slots and storage.nbytes() and cdata not in function.constants and not x.is_meta:
-                on_host = storage.device != function.piece.device or storage.data_ptr() in lent
+                on_host = storage.device != function.piece.device or storage.data_ptr() in memory.lent
                 slot = Slot(storage, function.origin(k), copies=function.copies_held, host=on_host)
                 found.slots[cdata] = slot
     return found

@@ -42,16 +42,47 @@ class Call:
 def next_of(call: Call) -> Next:
     """Whether `call` begins a step, so that outputs of the path may be overwritten.
 
-    The first row that is true decides. "Given out" means: an output of a recording of this step.
+    The first row that is true decides:
+
+    ===================================================================  =================================
+    at the root, and nothing of the step is uncaptured                   goes on
+    the step is uncaptured because marks were ignored, a forward waits   goes on
+    ... and no forward waits                                             begins
+    the step warms up, and the warm-up goes on, see `_warmup_is_over`    warms up
+    ... and it is over, at the root                                      begins
+    in all other cases                                                   the memory of the path decides,
+                                                                         see `_next_by_memory`
+    ===================================================================  =================================
+
+    A forward waits for its backward while something is held that it saved. Under `torch.utils.checkpoint` it saves
+    nothing of the path: there it waits while an output is held whose history no backward has used, or while the hooks
+    of the checkpoint are held, see `Node.waits_for_backward`.
+
+    The inputs of a call that begins a step are copied out first; of a cut graph, all its inputs. After "reads on"
+    by the first function of the step, the next one counts as the first: the call before a loop is no part of it. If the
+    warm-up is over and the path goes on, it does so from where it was left. A mark begins a step unless a forward waits
+    for its backward.
+    """
+    step, node = call.uncaptured, call.node
+    if step is None:
+        if not isinstance(node, Recording):
+            return Next.GOES_ON
+    elif step.cause is Cause.IGNORED_MARKS:
+        return Next.GOES_ON if node.waits_for_backward() else Next.BEGINS
+    elif step.cause is Cause.WARMUP:
+        if not _warmup_is_over(call, step):
+            return Next.WARMS_UP
+        if not isinstance(node, Recording):
+            return Next.BEGINS
+    return _next_by_memory(call)
+
+
+def _next_by_memory(call: Call) -> Next:
+    """What the outputs that are held say. "Given out" means: an output of a recording of this step.
+
+    The first row that is true decides:
 
     ============================================================================  ==========
-    WHERE THE PATH IS
-    at the root, and nothing of the step is uncaptured                            goes on
-    the step is uncaptured because marks were ignored, and a forward waits        goes on
-    ... and no forward waits                                                      begins
-    the step warms up, and the rows of the warm-up say that it goes on            warms up
-    ... and they say that it is over, at the root                                 begins
-    MEMORY OF THE PATH (in all other cases)
     nothing is held that was given out, and `function` ran in the step            begins
     the thread marks its steps                                                    goes on
     `function` did not run in this step                                           goes on
@@ -63,44 +94,14 @@ def next_of(call: Call) -> Next:
     `function` is the first of the step                                           begins
     each held output is one of `function`, or read by the call, or copied out     begins
     in all other cases                                                            goes on
-    WARM-UP (holds no memory of the pool)
-    `function` ran `WARMUP_REPEATS` times                                         is over
-    `function` did not run in it                                                  goes on **
-    the thread marks its steps                                                    goes on
-    one call of a compiled function ran the last graph too                        goes on *
-    a forward waits for its backward, or a backward runs                          goes on
-    `function` ran at most once, and the call reads another function's output     goes on
-    `function` ran last, is not the first of the step, and another function's
-    output is held that the call does not read                                    goes on *
-    in all other cases                                                            is over
     ============================================================================  ==========
 
-    \\* as long as `function` ran less than `REPEATS` times: on the same parameters, or in the warm-up.
-    \\*\\* except for the first function of the step, where the warm-up continues the path.
-
-    A forward waits for its backward while something is held that it saved. Under `torch.utils.checkpoint` it saves
-    nothing of the path: there it waits while an output is held whose history no backward has used, or while the hooks
-    of the checkpoint are held, see `Node.waits_for_backward`.
-
-    The inputs of a call that begins a step are copied out first; of a cut graph, all its inputs. After "reads on"
-    by the first function of the step, the next one counts as the first: the call before a loop is no part of it. If the
-    warm-up is over and the path goes on, it does so from where it was left. A mark begins a step unless a forward waits
-    for its backward.
+    \\* as long as `function` ran less than `REPEATS` times on the same parameters.
     """
-    step, function, inputs, node = call.uncaptured, call.function, call.inputs, call.node
-    if step is None:
-        if not isinstance(node, Recording):
-            return Next.GOES_ON
-    elif step.cause is Cause.IGNORED_MARKS:
-        return Next.GOES_ON if node.waits_for_backward() else Next.BEGINS
-    elif step.cause is Cause.WARMUP:
-        if not _warmup_is_over(call, step):
-            return Next.WARMS_UP
-        if not isinstance(node, Recording):
-            return Next.BEGINS
+    function, inputs, node = call.function, call.inputs, call.node
     ran = [recording for recording in node.path() if recording.function is function]
     if node.watch_live.none_held():
-        return Next.BEGINS if ran or step is not None else Next.GOES_ON
+        return Next.BEGINS if ran or call.uncaptured is not None else Next.GOES_ON
     if call.is_marked or not ran or node.waits_for_backward() or torch_cuda.graph_task_id() != -1:
         return Next.GOES_ON
     on_path = on_slots(inputs, node.live)
@@ -120,8 +121,27 @@ def next_of(call: Call) -> Next:
 
 
 def _warmup_is_over(call: Call, step: UncapturedStep) -> bool:
-    """Whether the warm-up has ended, by the rows WARM-UP of `next_of`. A wrong answer never gives wrong numbers, but
-    it decides where later steps begin."""
+    """Whether the warm-up has ended. It holds no memory of the pool.
+
+    A wrong answer never gives wrong numbers, but it decides where later steps begin.
+
+    The first row that is true decides:
+
+    ============================================================================  ==========
+    `function` ran `WARMUP_REPEATS` times                                         is over
+    `function` did not run in it                                                  goes on **
+    the thread marks its steps                                                    goes on
+    one call of a compiled function ran the last graph too                        goes on *
+    a forward waits for its backward, or a backward runs                          goes on
+    `function` ran at most once, and the call reads another function's output     goes on
+    `function` ran last, is not the first of the step, and another function's
+    output is held that the call does not read                                    goes on *
+    in all other cases                                                            is over
+    ============================================================================  ==========
+
+    \\* as long as `function` ran less than `REPEATS` times.
+    \\*\\* except for the first function of the step, where the warm-up continues the path.
+    """
     function = call.function
     count = step.call_counts[function]
     if count >= WARMUP_REPEATS:
