@@ -57,9 +57,8 @@ def whole_step(
     changes is read from the device, if it only enters arithmetic.
 
     The step takes tensors on any device, and moves them to the model's; numbers; strings; modules, optimizers and the
-    like. It returns the loss (or what
-    the function returned) without history, in memory of its own. Tensors that it stores on modules and objects are
-    copies, too. Gradients are None between steps.
+    like. It returns the loss (or what the function returned) without history, in memory of its own. Tensors that it
+    stores on modules and objects are copies, too. Gradients are None between steps.
 
     Raises:
         OptionError: an unknown option, or arguments that don't go together.
@@ -73,11 +72,36 @@ def whole_step(
         if model is None:
             return lambda fn: whole_step(fn, state=state, options=options)
         return step_of(model, state, options)
+    return _step_of_model(model, loss_fn, optimizer, scaler, clip_grad_norm, accumulate, state, options)
+
+
+def _step_of_model(
+    model: Any,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: Any,
+    scaler: torch.amp.GradScaler | None,
+    clip_grad_norm: float | None,
+    accumulate: int,
+    state: Any,
+    options: Mapping[str, Any] | None,
+) -> WholeStep:
+    """The step of a model with its loss and optimizers; arguments as of `whole_step`."""
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    _check(model, optimizer, optimizers, clip_grad_norm, accumulate)
+    halves = ModelStep(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate)
+    roots = {"model": model, "loss_fn": loss_fn, "scaler": scaler}
+    update_roots = {"optimizer" if len(optimizers) == 1 else f"optimizer {i}": o for i, o in enumerate(optimizers)}
+    step = WholeStep(halves.forward_backward, halves.update, roots, update_roots, state, options)
+    step.name = getattr(model, "__name__", type(model).__name__)
+    return step
+
+
+def _check(model: Any, optimizer: Any, optimizers: list[Any], clip_grad_norm: Any, accumulate: Any) -> None:
+    """Raises `OptionError` for an argument that `whole_step` does not take. `optimizers`: those in `optimizer`."""
     if model is None or not callable(model):
         raise OptionError(f"model must be a module or function, got {model!r}")
     if type(accumulate) is not int or accumulate < 1:
         raise OptionError(f"accumulate must be an integer of at least 1, got {accumulate!r}")
-    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     if not optimizers or any(not isinstance(each, torch.optim.Optimizer) for each in optimizers):
         raise OptionError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizer!r}")
     for each in optimizers:
@@ -86,9 +110,3 @@ def whole_step(
     is_number = isinstance(clip_grad_norm, (int, float)) and not isinstance(clip_grad_norm, bool)
     if clip_grad_norm is not None and not (is_number and clip_grad_norm > 0):
         raise OptionError(f"clip_grad_norm must be a positive number or None, got {clip_grad_norm!r}")
-    halves = ModelStep(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate)
-    roots = {"model": model, "loss_fn": loss_fn, "scaler": scaler}
-    update_roots = {"optimizer" if len(optimizers) == 1 else f"optimizer {i}": o for i, o in enumerate(optimizers)}
-    step = WholeStep(halves.forward_backward, halves.update, roots, update_roots, state, options)
-    step.name = getattr(model, "__name__", type(model).__name__)
-    return step

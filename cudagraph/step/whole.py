@@ -237,6 +237,22 @@ class WholeStep:
             return Refuse(str(error))
 
     def _find(self, key: tuple[Any, ...], flat: Sequence[Any]) -> Way:
+        """As `_way`, for a call that `latest` does not take."""
+        if (way := self._way_without_host(key, flat)) is not None:
+            return way
+        host = self._prepared_host(flat)
+        if isinstance(host, Refuse):
+            return host
+        gone = self._close_stale_recordings(host)
+        if gone and self.unstable_calls >= MOST_UNSTABLE_CALLS:
+            return Refuse(f"{gone} is another tensor in each call")
+        self.unstable_calls += bool(gone)
+        if (way := self._way_by_recordings(key, flat, host)) is not None:
+            return way
+        return self._way_by_warmup(key, flat, host)
+
+    def _way_without_host(self, key: tuple[Any, ...], flat: Sequence[Any]) -> Way | None:
+        """The way of a call for which nothing but its arguments has to be known; None if there is none."""
         reason = reason_against(flat) if torch.is_grad_enabled() else "gradients are turned off around it"
         if reason is not None:
             return AsItIs(reason)
@@ -245,14 +261,18 @@ class WholeStep:
                 return Replay(recording)
             if key == recording.key and (aliased := recording.aliased(flat)) is not None:
                 return AsItIs(f"input {aliased} is in memory that the step writes to; give it a copy")
-        if key not in self.warm and len(self.warm) >= self.options.size_limit:
-            reason = f"it was called with {len(self.warm)} shapes (options['size_limit'])"
-            number = changing_number(key, self.warm)
-            if number is None:
-                return AsItIs(reason)
-            reason = f"{number} in each call, and a recording is for one number; give it as a tensor"
-            never_again = not any(self.recordings.values())
-            return Refuse(reason) if never_again else AsItIs(reason)
+        if key in self.warm or len(self.warm) < self.options.size_limit:
+            return None
+        reason = f"it was called with {len(self.warm)} shapes (options['size_limit'])"
+        number = changing_number(key, self.warm)
+        if number is None:
+            return AsItIs(reason)
+        reason = f"{number} in each call, and a recording is for one number; give it as a tensor"
+        never_again = not any(self.recordings.values())
+        return Refuse(reason) if never_again else AsItIs(reason)
+
+    def _prepared_host(self, flat: Sequence[Any]) -> HostState | Refuse:
+        """The host state of now, with all made ready for a capture, or why there will be none."""
         is_new = self._remember(objects_in(flat))
         host = self._host()
         if (self.cursor is None or is_new) and (reason := parallel(host)) is not None:
@@ -266,12 +286,10 @@ class WholeStep:
             self.cursor = Cursor(self.driver, next(iter(devices)))
         self.cursor.follow_stream()
         self.old_reducers_of = [x for x in replicas_in(host.objects()) if x not in on_streams_of_captures]
-        if make_capturable(host, self.cursor.device):
-            host = self._host()
-        gone = self._close_stale_recordings(host)
-        if gone and self.unstable_calls >= MOST_UNSTABLE_CALLS:
-            return Refuse(f"{gone} is another tensor in each call")
-        self.unstable_calls += bool(gone)
+        return self._host() if make_capturable(host, self.cursor.device) else host
+
+    def _way_by_recordings(self, key: tuple[Any, ...], flat: Sequence[Any], host: HostState) -> Way | None:
+        """A replay, or a call as it is because one more recording would not help; None if the step may be recorded."""
         known = self.recordings.get(key, [])
         for recording in known:
             if recording.applies(key, flat, host):
@@ -283,13 +301,17 @@ class WholeStep:
         if condition is not None and len(once) == MOST_UNSTABLE_CALLS and all(once):
             if self._leave_update_out(str(condition), (condition.name,)):
                 return self._find(key, flat)
-        if len(known) > self.options.rerecord_limit:
-            changed = known[-1].host.differences(host) or ({} if condition is None else {condition.name: ""})
-            what = next((f"{path}: {how}" for path, how in changed.items()), "its tensors moved")
-            what = what if condition is None else str(condition)
-            if changed and self._leave_update_out(what, changed):
-                return self._find(key, flat)
-            return AsItIs(f"it was recorded {len(known)} times, last because {what}")
+        if len(known) <= self.options.rerecord_limit:
+            return None
+        changed = known[-1].host.differences(host) or ({} if condition is None else {condition.name: ""})
+        what = next((f"{path}: {how}" for path, how in changed.items()), "its tensors moved")
+        what = what if condition is None else str(condition)
+        if changed and self._leave_update_out(what, changed):
+            return self._find(key, flat)
+        return AsItIs(f"it was recorded {len(known)} times, last because {what}")
+
+    def _way_by_warmup(self, key: tuple[Any, ...], flat: Sequence[Any], host: HostState) -> Way:
+        """A warm-up until nothing has changed for some calls, then a recording."""
         warm, count = self.warm.get(key, (host, 0))
         changed = warm.differences(host)
         if changed and changed.keys() <= host.places.keys() and not self.numbers_refused:
