@@ -41,6 +41,7 @@ from measure import (
     format_columns,
     measure_bytes,
     number,
+    print_rows,
     relative_error,
     synchronize,
     write,
@@ -273,11 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
         header = conditions(torch.device(options.device), transformers=transformers.__version__)
         header |= (SMALL if options.small else LARGE) | {"emulate_precision_casts": options.casts}
         write(options.json, {"header": header, "rows": rows, "failures": failures})
-    if rows:
-        print(format_rows(rows))
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures or not rows else 0
+    return print_rows(rows, failures, format_rows)
 
 
 if __name__ == "__main__":

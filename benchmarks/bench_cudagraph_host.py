@@ -38,12 +38,11 @@ import itertools
 import json
 import pathlib
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import conditions, write
+from measure import conditions, host_seconds, write
 from torch import nn
 
 from cudagraph import Options
@@ -72,13 +71,7 @@ class Chain(nn.Module):
 def per_call_us(call: Callable[[], Any], calls: int) -> float:
     for _ in range(10):
         call()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        call()
-    seconds = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    return seconds / calls * 1e6
+    return host_seconds(call, calls) * 1e6
 
 
 def medians(variants: dict[str, Callable[[], Any]], calls: int, rounds: int) -> dict[str, float]:

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from measure import conditions, format_columns, write
+from measure import conditions, format_columns, host_seconds, write
 
 from aot_hooks.library.triton import ops
 
@@ -92,17 +91,6 @@ class Queue:
             if self.copy_count > 1000:
                 raise RuntimeError(f"the host took over half a second to queue {repeats} calls")
             self.copy_count *= 2
-
-
-def host_seconds(call: Call, repeats: int = 10) -> float:
-    """Of one call until it returns, the device having nothing else to do."""
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    took = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    return took / repeats
 
 
 def measure(x: torch.Tensor, rounds: int, queue: Queue) -> list[dict[str, Any]]:

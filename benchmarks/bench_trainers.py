@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 import transformers
-from measure import GIB, ROOT, conditions, default_device, first_line, format_columns, synchronize, write
+from measure import GIB, ROOT, conditions, default_device, first_line, format_columns, print_rows, synchronize, write
 from torch import Tensor
 
 sys.path.append(str(ROOT / "examples"))
@@ -344,11 +344,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json is not None:  # after each row: a run that is cut short has what it measured
             header = conditions(device, **work)
             write(options.json, {"header": header, "rows": rows, "failures": failures})
-    if rows:
-        print(table(rows))
-    for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
-    return 1 if failures or not rows else 0
+    return print_rows(rows, failures, table)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,15 @@ def format_columns(rows: list[list[str]]) -> str:
     )
 
 
+def print_rows(rows: Sequence[Any], failures: Sequence[str], format_rows: Callable[[Any], str]) -> int:
+    """Print a table of `rows`, and each failure on the standard error. Returns the exit status."""
+    if rows:
+        print(format_rows(rows))
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures or not rows else 0
+
+
 def number(value: float | None, spec: str, unit: float = 1) -> str:
     """A cell of such a table; empty where nothing was measured."""
     return "" if value is None else f"{value / unit:{spec}}"
@@ -130,6 +139,17 @@ class StepBytes:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def host_seconds(call: Callable[[], Any], repeats: int = 10) -> float:
+    """The time of one call until it returns, while the device has nothing else to do."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    took = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return took / repeats
 
 
 def measure_bytes(

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from tree_programs import World, same, steps
+from tree_programs import World, layer, same, steps
 
 from cudagraph.torch_private import cuda as torch_cuda
 from cudagraph.tree import dispatch, record, tree
@@ -353,10 +353,6 @@ def test_a_chain_needs_little_more_than_what_is_alive(forgets, monkeypatch):
     for w in parameters:
         torch._dynamo.mark_static_address(w, guard=False)  # as the parameters of a module
 
-    def layer(x, w):
-        h = torch.tanh(x * w)
-        return torch.sin(h * h + x)
-
     step = chain_of(world, layer, parameters)
     uncaptured = Uncaptured()
     step(torch.compile(layer, backend=uncaptured.backend()))
@@ -412,10 +408,6 @@ def test_a_chain_needs_little_more_memory_than_eager():
     world = World("cuda")
     size = 1 << 20
     parameters = [world.randn(size, requires_grad=True) for _ in range(8)]
-
-    def layer(x, w):
-        h = torch.tanh(x * w)
-        return torch.sin(h * h + x)
 
     def step(f):
         x = world.randn(size)

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from places import backend_with
-from tree_programs import World, same, takes_list
+from tree_programs import World, layer, same, takes_list
 
 from cudagraph.tree import dispatch
 
@@ -267,10 +267,6 @@ def test_what_an_optimizer_keeps_pins_no_activations():
     world = World("cuda")
     size = 1 << 23
     weights = [world.randn(size, requires_grad=True) for _ in range(4)]
-
-    def layer(x, w):
-        h = torch.tanh(x * w)
-        return torch.sin(h * h + x)
 
     def step(f, state):
         x = world.randn(size)

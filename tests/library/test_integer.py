@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from roundtrip import KINDS, data, product, specials_come_back, through_graph
+from roundtrip import KINDS, LEFT_ALONE, data, product, specials_come_back, through_graph
 from steps import assert_same, compiled, packed_count, step
 
 import aot_hooks
@@ -312,18 +312,7 @@ def test_gradients_are_near_those_of_eager_hooks(hook):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.arange(12).view(3, 4),
-        torch.tensor([[True, False] * 8]),
-        torch.tensor(3.5),
-        torch.empty(0, 8),
-        torch.randn(4, 4, dtype=torch.complex64),
-        torch.randn(4, 4, dtype=torch.float64),
-    ],
-    ids=["int", "bool", "0-d", "empty", "complex", "float64"],
-)
+@pytest.mark.parametrize("x", LEFT_ALONE.values(), ids=LEFT_ALONE)
 @pytest.mark.parametrize("hook", HOOKS, ids=repr)
 def test_what_it_cannot_hold_is_left_alone(hook, x):
     assert hook.pack(x) is x

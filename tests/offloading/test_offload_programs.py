@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from offloading import ALL, copies, sent, stack  # noqa: F401
-from steps import ATEN, assert_same, compiled, step
+from steps import ATEN, assert_same, compiled, step, with_backward
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
@@ -108,20 +108,14 @@ def test_retain_graph_fetches_again() -> None:
 
 
 def test_an_exception_in_mid_step_leaves_nothing_behind() -> None:
-    class Raises(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            raise ValueError("in mid-step")
+    def fail(grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in mid-step")
 
     model, x = stack(3), torch.randn(8, 16, requires_grad=True)
     fn = [compiled(block) for block in model]
     expected = step(lambda x: fn[2](fn[1](fn[0](x))), x)
     with aot_hooks.saved_tensors_hooks(ALL):
-        y = fn[2](Raises.apply(fn[1](fn[0](x))))
+        y = fn[2](with_backward(fail)(fn[1](fn[0](x))))
     with pytest.raises(ValueError, match="in mid-step"):
         y.sum().backward()
     del y

@@ -107,15 +107,23 @@ def test_sizes_of_one_come_back_with_strides_that_any_view_takes(shape: tuple[in
     assert torch.equal(turned, y)
 
 
+class Heads(nn.Module):
+    """The products of an attention with two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def parts(self, x: torch.Tensor) -> Any:
+        """Query, key and value, which are views of one tensor."""
+        return (t.transpose(1, 2) for t in self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(2))
+
+
 @pytest.mark.parametrize("rates", [None, SLOW], ids=["instant", "slow"])
 def test_attention_gives_several_values_through_views(rates: Rates | None) -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
+    class Attention(Heads):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = (t.transpose(1, 2) for t in self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(2))
+            q, k, v = self.parts(x)
             mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             return x + self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -138,17 +146,13 @@ def test_dynamic_shapes_compile_once() -> None:
 
 
 def test_dynamic_shapes_through_views() -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
+    class Symbolic(Heads):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = (t.transpose(1, 2) for t in self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(2))
+            q, k, v = self.parts(x)
             mixed = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
             return x + self.out(mixed.transpose(1, 2).flatten(2)).sigmoid() * x.shape[1]
 
-    model = nn.Sequential(Heads(), Heads())
+    model = nn.Sequential(Symbolic(), Symbolic())
     fn = compiled(model, dynamic=True)
     for tokens in (8, 11, 5):
         x = torch.randn(2, tokens, 16, requires_grad=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from profiled import most_allocated
-from small_budgets import budget
+from small_budgets import budget, trained
 from steps import ATEN
 from torch import nn
 
@@ -49,21 +49,6 @@ def ids() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def stock(ids: torch.Tensor) -> aot_hooks.Plan:
     return aot_hooks.plan(Model(), ids, policy=aot_hooks.KEEP, inner="aten")
-
-
-def trained(
-    model: nn.Module, ids: torch.Tensor, policy: Any, plans: Path | None = None
-) -> tuple[list[torch.Tensor], aot_hooks.Plan, Any]:
-    """The loss and gradients of a step, its plan, and the step. `plans`: a file to load."""
-    torch._dynamo.reset()
-    if plans is not None:
-        assert aot_hooks.load_plans(plans) == 1
-    model.zero_grad(set_to_none=True)
-    run = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": policy})
-    loss = run(ids)
-    loss.backward()
-    (plan,) = aot_hooks.last_plans(run)
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())], plan, run
 
 
 def rows(plan: aot_hooks.Plan) -> list[Chunked]:

@@ -8,20 +8,10 @@ import weakref
 
 import pytest
 import torch
-from steps import ATEN
+from steps import ATEN, with_backward
 
 from aot_hooks.torch_private.aot import keeps_tangents
 from aot_hooks.torch_private.autograd import at_end_of_backward
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("on purpose")
 
 
 def block(x):
@@ -87,8 +77,11 @@ def test_a_backward_that_runs_again_counts_once(call, seen):
 
 
 def test_a_backward_that_fails_releases_what_it_has_not_run(call, seen):
+    def fail(grad):
+        raise ValueError("on purpose")
+
     x = torch.randn(4, requires_grad=True)
-    y = call(call(Fails.apply(x), "a"), "b")
+    y = call(call(with_backward(fail)(x), "a"), "b")
     with pytest.raises(ValueError, match="on purpose"):
         y.sum().backward()
     del y
@@ -99,19 +92,13 @@ def test_a_backward_that_fails_releases_what_it_has_not_run(call, seen):
 
 
 def test_a_backward_inside_of_a_backward_ends_nothing_outside(call, seen):
-    class Nested(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            with torch.enable_grad():
-                call(torch.randn(4, requires_grad=True), "inner").sum().backward()
-            return grad
+    def run_another(grad):
+        with torch.enable_grad():
+            call(torch.randn(4, requires_grad=True), "inner").sum().backward()
+        return grad
 
     x = torch.randn(4, requires_grad=True)
-    call(Nested.apply(call(x, "first")), "last").sum().backward()
+    call(with_backward(run_another)(call(x, "first")), "last").sum().backward()
     assert sorted(name for what, name in seen if what == "ran") == ["first", "inner", "last"]
 
 

@@ -7,19 +7,7 @@ import warnings
 import many_blocks
 import pytest
 import torch
-from many_blocks import (
-    WIDTH,
-    Block,
-    Other,
-    assert_equal,
-    compile_blocks,
-    gradients,
-    loss_of,
-    measured,
-    model_of,
-    peak_of,
-    train,
-)
+from many_blocks import WIDTH, Block, assert_equal, compile_blocks, gradients, model_of, peak_of, train
 from profiled import most_allocated
 from small_budgets import budget
 from steps import ATEN
@@ -68,7 +56,7 @@ def test_larger_sizes_of_one_graph_are_planned_anew(x, compiled_kinds, tmp_path)
     for rows in (256, 200, 300, len(x), 400, 64, len(x)):
         y = batch(rows)
         assert_equal(train(compiled, y), gradients(model, y))
-        assert measured(compiled, y, tmp_path) <= peak
+        assert many_blocks.measured(compiled, y, tmp_path) <= peak
         counts.append(len(compiled_kinds))
     assert counts == [1, 1, 1, 2, 2, 2, 2]
     assert aot_hooks.last_plans(compiled)[-1].peak_bytes <= peak
@@ -83,7 +71,7 @@ def test_larger_sizes_of_many_calls_are_planned_anew(x, compiled_kinds, tmp_path
         y = batch(rows)
         assert_equal(train(model, y), gradients(plain, y))
         count = len(compiled_kinds)
-        assert measured(model, y, tmp_path) <= peak, rows
+        assert many_blocks.measured(model, y, tmp_path) <= peak, rows
         assert count == len(compiled_kinds) or rows in (250, len(x))  # nothing is compiled for smaller ones
     assert compiled_kinds == ["alone", "least", "planned", "alone", "least", "planned"]
 
@@ -98,7 +86,7 @@ def test_calls_that_fit_as_they_are_fit_with_larger_sizes_too(x, compiled_kinds,
     assert compiled_kinds == ["alone", "planned"]
     for _ in range(3):
         train(model, batch(len(x)))
-    assert measured(model, batch(len(x)), tmp_path) <= peak
+    assert many_blocks.measured(model, batch(len(x)), tmp_path) <= peak
 
 
 def test_sizes_that_grow_slowly(x, compiled_kinds, tmp_path):
@@ -110,7 +98,7 @@ def test_sizes_that_grow_slowly(x, compiled_kinds, tmp_path):
         for rows in range(160, len(x), 16):
             y = batch(rows)
             train(model, y)
-            over.append(measured(model, y, tmp_path) > peak_of(model, x, 0.5))
+            over.append(many_blocks.measured(model, y, tmp_path) > peak_of(model, x, 0.5))
     assert not any(over)
     assert compiled_kinds.count("alone") <= 1 + sizes.MOST_GROWN
     assert not [w for w in caught if issubclass(w.category, BudgetWarning)]
@@ -119,7 +107,7 @@ def test_sizes_that_grow_slowly(x, compiled_kinds, tmp_path):
 def warnings_of(compiled: nn.Module, rows: int) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        loss_of(compiled, batch(rows)).backward()
+        many_blocks.loss_of(compiled, batch(rows)).backward()
     return [str(w.message) for w in seen if w.category is BudgetWarning]
 
 
@@ -130,7 +118,7 @@ def test_a_user_who_bounds_sizes_is_warned_once(x):
     compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": policy})
     y = batch(128)
     torch._dynamo.mark_dynamic(y, 0, min=2, max=4096)
-    loss_of(compiled, y).backward()
+    many_blocks.loss_of(compiled, y).backward()
     assert warnings_of(compiled, 128) == []
     (said,) = warnings_of(compiled, 512)
     assert "512 in place of 128" in said and "Run the largest sizes first" in said
@@ -155,7 +143,7 @@ def test_a_stored_plan_is_for_the_sizes_that_it_was_made_at(x, tmp_path, monkeyp
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="aot_hooks", dynamic=True, options={**ATEN, "policy": policy})
         train(compiled, batch(rows))
-        assert measured(compiled, batch(rows), tmp_path) <= policy.peak
+        assert many_blocks.measured(compiled, batch(rows), tmp_path) <= policy.peak
         return aot_hooks.cache_stats()["misses"]
 
     with torch._functorch.config.patch(bundled_autograd_cache=True):
@@ -177,14 +165,15 @@ def test_inductor_bounds_sizes_itself_which_changes_nothing(x, compiled_kinds):
 
 def test_sizes_that_grow_before_the_step_is_planned(compiled_kinds, tmp_path):
     """Bytes of a graph at small sizes say nothing of large ones: its least may not have been looked for."""
-    model, plain = model_of(Block, Other, Other), model_of(Block, Other, Other)
+    kinds = (Block, many_blocks.Other, many_blocks.Other)
+    model, plain = model_of(*kinds), model_of(*kinds)
     peak = peak_of(model, batch(512), 0.7)
     compile_blocks(model, budget(peak, max_error=0), dynamic=True)
     for rows in (100, 512, 512, 512):
         y = batch(rows)
         assert_equal(train(model, y), gradients(plain, y))
     assert compiled_kinds[-2:] == ["planned", "planned"]
-    assert measured(model, batch(512), tmp_path) <= peak
+    assert many_blocks.measured(model, batch(512), tmp_path) <= peak
 
 
 def test_two_lengths_of_which_one_shrinks(tmp_path):
@@ -232,7 +221,7 @@ def test_sizes_that_nobody_knows_are_said(x):
     y = batch(64)
     torch._dynamo.decorators.mark_unbacked(y, 0)
     with pytest.warns(BudgetWarning, match="nobody knows"):
-        loss_of(compiled, y).backward()
+        many_blocks.loss_of(compiled, y).backward()
 
 
 def test_versions_of_a_function_never_reach_dynamos_limit(x, compiled_kinds):
@@ -288,5 +277,5 @@ def test_bytes_that_grow_as_the_square_of_a_length(compiled_kinds, tmp_path):
     for batch, length in ((4, 100), (5, 70), (2, 190), (3, 20)):
         y = sequences(batch, length)
         assert_equal(train(compiled, y), gradients(model, y))
-        assert measured(compiled, y, tmp_path) <= peak, (batch, length)
+        assert many_blocks.measured(compiled, y, tmp_path) <= peak, (batch, length)
     assert len(compiled_kinds) <= 4

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sentinel import Chain, assert_same, compiled, gradients, hand_gradients, integers, quadruple, scale
+from sentinel import CONTEXTS, Chain, assert_same, compiled, gradients, hand_gradients, integers, quadruple, scale
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -131,11 +131,6 @@ def test_a_policy_asked_for_all_sees_parameters(model: Chain, x: Tensor) -> None
 
 
 # --- one context object, entered again -------------------------------------------------------------------------------
-
-CONTEXTS = {
-    "hooks": lambda: saved_tensors_hooks(*quadruple),
-    "policy": lambda: saved_tensors_policy(aot_hooks.policies.everything(Hook("quadruple", *quadruple))),
-}
 
 
 @pytest.mark.core

@@ -9,17 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sentinel import (
-    DOUBLE,
-    Chain,
-    assert_same,
-    compiled,
-    gradients,
-    graph_count,
-    hand_gradients,
-    integers,
-    seen,
-)
+from sentinel import DOUBLE, Chain, assert_same, compiled, gradients, graph_count, hand_gradients, integers, seen
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -9,17 +9,8 @@ import torch
 from sentinel import DOUBLE, TRIPLE, Chain, assert_same, compiled, gradients, graph_count, hand_gradients, scale
 from torch import Tensor, nn
 
-from aot_hooks import KEEP, Hook, SavedTensor, saved_tensors_hooks, saved_tensors_policy
+from aot_hooks import KEEP, Hook, SavedTensor, policies, saved_tensors_hooks, saved_tensors_policy
 from aot_hooks.errors import PolicyError
-from aot_hooks.policies import (
-    everything,
-    first_match,
-    larger_than,
-    only_these_dtypes,
-    only_these_modules,
-    only_these_names,
-    only_these_ops,
-)
 
 aten = torch.ops.aten
 
@@ -28,13 +19,13 @@ aten = torch.ops.aten
 H1, H2 = 6 * 5 * 4, 6 * 4 * 4  # bytes of the two intermediates of the chain
 
 MAKERS = {
-    "everything": (lambda: everything(DOUBLE), {"h": 2}),
-    "larger_than": (lambda: larger_than(H2, DOUBLE), {"h1": 2}),
-    "only_these_ops": (lambda: only_these_ops({aten.mm.default: DOUBLE}), {"h": 2}),
-    "only_these_modules": (lambda: only_these_modules({"**": DOUBLE}), {"h": 2}),
-    "only_these_names": (lambda: only_these_names({"h": DOUBLE}), {}),
-    "only_these_dtypes": (lambda: only_these_dtypes({torch.float32: DOUBLE}), {"h": 2}),
-    "first_match": (lambda: first_match(larger_than(H2, DOUBLE), TRIPLE), {"h1": 2, "h2": 3}),
+    "everything": (lambda: policies.everything(DOUBLE), {"h": 2}),
+    "larger_than": (lambda: policies.larger_than(H2, DOUBLE), {"h1": 2}),
+    "only_these_ops": (lambda: policies.only_these_ops({aten.mm.default: DOUBLE}), {"h": 2}),
+    "only_these_modules": (lambda: policies.only_these_modules({"**": DOUBLE}), {"h": 2}),
+    "only_these_names": (lambda: policies.only_these_names({"h": DOUBLE}), {}),
+    "only_these_dtypes": (lambda: policies.only_these_dtypes({torch.float32: DOUBLE}), {"h": 2}),
+    "first_match": (lambda: policies.first_match(policies.larger_than(H2, DOUBLE), TRIPLE), {"h1": 2, "h2": 3}),
 }
 ON_THE_CHAIN = {name: (make(), factors) for name, (make, factors) in MAKERS.items()}
 ON_THE_CHAIN["function"] = (lambda saved: DOUBLE if saved.nbytes > H2 else TRIPLE, {"h1": 2, "h2": 3})
@@ -59,9 +50,9 @@ def test_as_context_as_option_and_in_a_region(model: Chain, x: Tensor, name: str
 
 @pytest.mark.core
 def test_innermost_wins_and_any_context_wins_over_options(model: Chain, x: Tensor) -> None:
-    call = compiled(model, policy=everything(Hook("five", *scale(5))))
-    with saved_tensors_policy(everything(DOUBLE)):
-        with saved_tensors_policy(larger_than(H2, TRIPLE)):
+    call = compiled(model, policy=policies.everything(Hook("five", *scale(5))))
+    with saved_tensors_policy(policies.everything(DOUBLE)):
+        with saved_tensors_policy(policies.larger_than(H2, TRIPLE)):
             assert_same(
                 gradients(call, model, x), hand_gradients(model, x, h1=3)
             )  # not 2 for h2: contexts don't add up
@@ -74,7 +65,7 @@ def test_innermost_wins_and_any_context_wins_over_options(model: Chain, x: Tenso
 @pytest.mark.parametrize("scope", ["donated", "no_static", "all"])
 def test_scopes(model: Chain, x: Tensor, scope: str, wrap: Any) -> None:
     factors = {"donated": {"h": 2}, "no_static": {"h": 2, "x": 2}, "all": {"h": 2, "x": 2, "w": 2}}[scope]
-    with saved_tensors_policy(everything(DOUBLE), scope=scope):
+    with saved_tensors_policy(policies.everything(DOUBLE), scope=scope):
         assert_same(gradients(wrap(model), model, x), hand_gradients(model, x, **factors))
 
 
@@ -82,7 +73,7 @@ def test_scopes(model: Chain, x: Tensor, scope: str, wrap: Any) -> None:
 def test_equal_policies_made_anew_are_one_graph_and_a_change_is_one_more(model: Chain, x: Tensor) -> None:
     call, before = compiled(model), graph_count()
     for n in (H2, H2, H1, H1, H2):
-        with saved_tensors_policy(larger_than(n, Hook("double", *scale(2)))):
+        with saved_tensors_policy(policies.larger_than(n, Hook("double", *scale(2)))):
             got = gradients(call, model, x)
         assert_same(got, hand_gradients(model, x, **({"h1": 2} if n == H2 else {})))
     assert graph_count() - before == 2
@@ -102,7 +93,7 @@ def raises(saved: SavedTensor) -> Hook:
         (raises, "policy 'raises' raised KeyError: 'size' (test_policies_contexts.py:"),
         (lambda saved: None, "answered None for saved"),
         (lambda saved: "float8", "answered 'float8' for saved"),
-        (first_match(larger_than(1, lambda saved: None)), "answered None for saved"),
+        (policies.first_match(policies.larger_than(1, lambda saved: None)), "answered None for saved"),
     ],
     ids=["raises", "none", "string", "inside another"],
 )

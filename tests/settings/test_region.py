@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from sentinel import (
+    CONTEXTS,
     Chain,
     around_second,
     assert_same,
@@ -28,7 +29,6 @@ from sentinel import (
 )
 from torch import Tensor, nn
 
-import aot_hooks
 from aot_hooks import KEEP, Hook, saved_tensors_hooks, saved_tensors_policy
 
 # --- what a region covers --------------------------------------------------------------------------------------------
@@ -131,12 +131,6 @@ def test_two_regions_compute_the_same(wrap: Any) -> None:
 
     (got,) = torch.autograd.grad(wrap(f)(x), [w2])
     assert torch.equal(got, (2 + 3 + 1) * (x.detach() @ w1).T @ torch.ones(6, 2))
-
-
-CONTEXTS = {
-    "hooks": lambda: saved_tensors_hooks(*quadruple),
-    "policy": lambda: saved_tensors_policy(aot_hooks.policies.everything(Hook("quadruple", *quadruple))),
-}
 
 
 @pytest.mark.core

@@ -9,10 +9,8 @@ forwards come before a backward, whether steps are marked, where evaluations wit
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
-import json
 import logging
 import random
 import sys
@@ -22,6 +20,7 @@ from typing import Any
 
 import torch
 from capture_simulator import Simulator
+from fuzz_command import parser_of, printed
 from places import backend_with
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -197,16 +196,11 @@ def run_seeds(seeds: Sequence[int], machine: Machine) -> list[tuple[int, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--device", choices=["simulator", "cuda"], default="simulator")
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     logging.getLogger("cudagraph").setLevel(logging.ERROR)
     seeds = range(options.first, options.first + options.count)
     wrong = run_seeds(seeds, Machine("cuda" if options.device == "cuda" else "cpu"))
-    print(json.dumps({"device": options.device, "programs": len(seeds), "different": len(wrong), "wrong": wrong[:20]}))
-    return 1 if wrong else 0
+    return printed(options, "programs", wrong)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import fuzz_parts
 import torch
 import torch.nn.functional as F
 from fuzz_parts import Computed, Outcome, computed, judged, main, state_of, tangent_of, traced
@@ -75,18 +76,13 @@ SEQUENCES = (  # losses of tokens [B, T]
 
 
 @dataclass(frozen=True)
-class Case:
-    seed: int
-    shape: tuple[int, ...]  # of the tokens
-    dtype: torch.dtype
+class Case(fuzz_parts.Case):
     head: str
     between: str
     loss: str
     scale: float  # of the loss, outside of the compiled function
     steps: int  # whose gradients are summed
     tokens: int  # of a chunk
-    autocast: bool
-    dynamic: bool
 
 
 def generate(seed: int) -> Case:
@@ -97,17 +93,17 @@ def generate(seed: int) -> Case:
         shape = draw.choice(((2, 15), (1, 29), (3, 8)))
     dtype = draw.choice((torch.float32, torch.float32, torch.bfloat16, torch.float16))
     return Case(
-        seed,
-        shape,
-        dtype,
-        draw.choice(HEADS),
-        draw.choice(BETWEEN),
-        loss,
-        draw.choice((1.0, 1.0, 0.25, 0.3, 8.0)),
-        draw.choice((1, 1, 2)),
-        draw.choice((8, 10, 12)),
-        dtype == torch.float32 and draw.random() < 0.2,
-        draw.random() < 0.15,
+        seed=seed,
+        shape=shape,
+        dtype=dtype,
+        head=draw.choice(HEADS),
+        between=draw.choice(BETWEEN),
+        loss=loss,
+        scale=draw.choice((1.0, 1.0, 0.25, 0.3, 8.0)),
+        steps=draw.choice((1, 1, 2)),
+        tokens=draw.choice((8, 10, 12)),
+        autocast=dtype == torch.float32 and draw.random() < 0.2,
+        dynamic=draw.random() < 0.15,
     )
 
 

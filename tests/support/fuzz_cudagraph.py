@@ -6,7 +6,6 @@ python tests/support/fuzz_cudagraph.py --first 4711 --count 1 --trace     one pr
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import logging
@@ -15,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from failing_captures import FailingDriver
+from fuzz_command import parser_of
 from fuzz_functions import Functions
 from fuzz_programs import Mismatch, Program
 from tree_programs import World
@@ -49,10 +49,7 @@ def run_seeds(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--device", choices=["simulator", "cuda"], default="simulator")
+    parser = parser_of(__doc__)
     parser.add_argument("--reset-every", type=int, default=25, help="programs that share recordings")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--moves", choices=["all", "made"], default="all", help="of the simulator: see there")

@@ -10,8 +10,6 @@ without a graph where it says "captured whole", and all is what eager mode gives
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import random
 import sys
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 from capture_simulator import Simulator
+from fuzz_command import parser_of, printed
 from pieces import scaled
 from places import backend_with
 from torch import nn
@@ -160,16 +159,11 @@ def run_seeds(seeds: range, driver: Any, device: torch.device) -> list[tuple[int
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--device", choices=["simulator", "cuda"], default="simulator")
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     on_cuda = options.device == "cuda"
     seeds = range(options.first, options.first + options.count)
     wrong = run_seeds(seeds, None if on_cuda else Simulator(), torch.device("cuda" if on_cuda else "cpu"))
-    print(json.dumps({"device": options.device, "functions": len(seeds), "different": len(wrong), "wrong": wrong[:20]}))
-    return 1 if wrong else 0
+    return printed(options, "functions", wrong)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,8 +31,12 @@ EPS = {torch.float32: 8e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 ROWS = {"chunk": "chunked", "tile": "tiled"}  # attributes of a plan, by the option
 
 
-class Case(Protocol):
+@dataclass(frozen=True)
+class Case:
+    """What a random program is made of. Each fuzzer adds its own parts."""
+
     seed: int
+    shape: tuple[int, ...]  # of the tokens
     dtype: torch.dtype
     autocast: bool
     dynamic: bool

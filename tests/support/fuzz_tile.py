@@ -16,6 +16,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import fuzz_parts
 import torch
 import torch.nn.functional as F
 from fuzz_parts import Computed, Outcome, computed, judged, main, state_of, tangent_of, traced
@@ -38,18 +39,13 @@ LOSSES = ("mean", "output", "two_outputs")
 
 
 @dataclass(frozen=True)
-class Case:
-    seed: int
-    shape: tuple[int, ...]  # of the tokens
-    dtype: torch.dtype
+class Case(fuzz_parts.Case):
     kind: str
     around: str
     loss: str
     bias: bool
     layers: int
     tile: int | str  # tokens of a tile, or "backward" (by `tiled(..., again=False)` where nothing is compiled)
-    autocast: bool
-    dynamic: bool
 
 
 def generate(seed: int) -> Case:

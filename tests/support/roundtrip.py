@@ -66,3 +66,14 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def mask(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Saves the bool tensor `x`, and gives it back likewise as the gradient of `w`."""
     return torch.where(x, w, 0.0)
+
+
+# what no hook with a scale takes
+LEFT_ALONE = {
+    "int": torch.arange(12).view(3, 4),
+    "bool": torch.tensor([[True, False] * 8]),
+    "0-d": torch.tensor(3.5),
+    "empty": torch.empty(0, 8),
+    "complex": torch.randn(4, 4, dtype=torch.complex64),
+    "float64": torch.randn(4, 4, dtype=torch.float64),
+}

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from aot_hooks import KEEP, Hook, SavedTensor, saved_tensors_hooks, saved_tensors_policy
+from aot_hooks.policies import everything
 
 __all__ = [
+    "CONTEXTS",
     "DOUBLE",
     "TRIPLE",
     "Chain",
@@ -49,6 +51,13 @@ def scale(k: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
 
 
 DOUBLE, TRIPLE = Hook("double", *scale(2)), Hook("triple", *scale(3))
+
+
+# contexts that quadruple what they pack
+CONTEXTS = {
+    "hooks": lambda: saved_tensors_hooks(*quadruple),
+    "policy": lambda: saved_tensors_policy(everything(Hook("quadruple", *quadruple))),
+}
 
 
 def integers(*shape: int) -> Tensor:

@@ -72,3 +72,18 @@ def packed_count(fn: Any) -> int:
 def assert_same(got: Any, expected: Any, exactly: bool = True) -> None:
     tolerance = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(got, expected, equal_nan=True, **tolerance)
+
+
+def with_backward(backward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function of autograd that copies its input, and whose backward is `backward`."""
+
+    class Copy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return backward(grad)
+
+    return Copy.apply  # type: ignore[no-any-return, no-untyped-call]

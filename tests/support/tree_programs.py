@@ -27,6 +27,12 @@ from cudagraph.tree.dispatch import Piece
 from cudagraph.tree.driver import cuda_driver
 
 
+def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A function that saves three tensors for its backward."""
+    h = torch.tanh(x * w)
+    return torch.sin(h * h + x)
+
+
 class World:
     def __init__(self, kind: str, **simulator: Any) -> None:
         self.kind = kind

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from capture_simulator import Simulator
+from steps import with_backward
 from tree_programs import World, takes_list
 
 from cudagraph.tree import dispatch
@@ -226,18 +227,10 @@ def step_inside_of_a_backward(world: World) -> None:
     """A backward calls the path's first function again; a gradient of the same backward is still on its way."""
     g = world.function(lambda x: [x * 2, x * 3])
 
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return g(grad)[0]
-
+    twice = with_backward(lambda grad: g(grad)[0])
     for _ in range(5):
         x = world.randn(SIZE, requires_grad=True)
-        y = Twice.apply(Twice.apply(x) * Twice.apply(x))
+        y = twice(twice(x) * twice(x))
         kept = []
         y.register_hook(kept.append)
         (grad,) = torch.autograd.grad(y.sum(), x)
