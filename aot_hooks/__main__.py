@@ -38,7 +38,7 @@ from .report.frontier import frontier_of, on_gpu
 from .report.plot import check_can_plot, plot_report
 from .report.script import Recorded, ScriptError, run_as_program, run_script
 from .report.text import as_data, format_report
-from .settings.byte_sizes import bytes_of
+from .settings.byte_sizes import parse_size
 from .settings.setting import SCOPES
 from .torch_private import aot_cache
 
@@ -147,7 +147,7 @@ def print_frontier(options: argparse.Namespace) -> None:
 
     if options.gpu:
         for size in options.gpu:  # before the script runs
-            bytes_of(size, "gpu")
+            parse_size(size, "gpu")
         for size in options.gpu:
             print(f"{size}: {on_gpu(plan_with, size, **_of_budget(options))}")
     else:

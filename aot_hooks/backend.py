@@ -192,7 +192,7 @@ def _compile_graph(
             return _compile_as_stock(gm, inputs, options, patches, capture)
 
     versions = _Versions(inputs, mode, options, patches, capture, planner, left, roots(), listed is not None)
-    graph = records.Graph()
+    graph = records.CompiledGraph()
     with again, autograd.covered_hooks(), recording() as seen:
         checked = None if limit is None else _Without(gm)
         compiled = planner.compile(gm, graph.plans, partial(versions.compile_to, hooks))
@@ -415,7 +415,7 @@ def _why_not_stored(options: Options, compilation: Compilation | None, *, report
 
 def _wrapped(
     compiled: _Compiled,
-    graph: records.Graph,
+    graph: records.CompiledGraph,
     hooks: InForce,
     seen: Recording,
     wrapper: Any,

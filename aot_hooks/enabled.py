@@ -27,7 +27,7 @@ from .identity.frozen import described
 from .identity.memo import Memo
 from .options import Options, with_arguments
 from .passes.plan import Plan
-from .records import Graph, Summary, plans_of
+from .records import CompiledGraph, Summary, plans_of
 from .settings.setting import Setting
 from .torch_private import dynamo, dynamo_backends, inductor
 
@@ -105,7 +105,8 @@ class Enabled:
         self._left_before = dynamo.left_to_python()
         self.inner = ""  # the last one that was enabled inside this one
         self.is_used = False  # "inductor" was to compile a graph, or one has run, while this was the innermost
-        self._run_counts: Counter[Graph] = Counter()  # since the last call of `runs`, while this was the innermost
+        # since the last call of `runs`, while this was the innermost
+        self._run_counts: Counter[CompiledGraph] = Counter()
         self._summary = Summary(repr(self))
         self.setting = None if policy is None else Setting(policy, self.options.scope)
         self.pair: Pair | None = None  # stands for what the policy is now, if that may change
@@ -296,7 +297,7 @@ class _Backend(dynamo_backends.InPlaceOf):
         policy = self.options.policy if self.pair is None else self.pair.setting.rule
         options = replace(self.options, inductor=settings, policy=policy)
         compiled = compile_for(self.wrapper, gm, inputs, None, options, "inductor", self.pair)
-        graph = Graph([plan for plan in plans_of(self.wrapper) if not any(plan is other for other in before)])
+        graph = CompiledGraph([plan for plan in plans_of(self.wrapper) if not any(plan is other for other in before)])
 
         def run(*args: Any) -> Any:
             enabled = _open[-1] if _open else None
@@ -314,7 +315,7 @@ class _Backend(dynamo_backends.InPlaceOf):
         return run
 
 
-def _lend(graph: Graph, wrapper: Any) -> None:
+def _lend(graph: CompiledGraph, wrapper: Any) -> None:
     """List the plans of `graph` for `wrapper` too, if Dynamo has compiled nothing for that function itself."""
     plans = plans_of(wrapper)
     if not plans:

@@ -31,7 +31,7 @@ from .hook import KEEP
 from .offloading import transfers
 from .offloading.placement import decide_at_run_time
 from .options import Options
-from .passes.casts import cast_again, with_casts
+from .passes.casts import recast, with_casts
 from .passes.chunk import Chunked, chunked, logits_at_peak
 from .passes.early import compute_early
 from .passes.edits import finished, log
@@ -40,7 +40,7 @@ from .passes.partition import parameters_of, partitioned, state_of
 from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
 from .passes.rewrite import RewriteOptions, rewrite
 from .passes.tile import Tiled, tiled
-from .passes.units import Trace, tracer
+from .passes.units import Tracer, tracer
 from .planning.chunks import CHUNK, TILE, with_chunks
 from .planning.kernels import split_and_hold
 from .planning.options import Graphs, Joint
@@ -75,7 +75,7 @@ class Shared:
     made: dict[GraphModule, dict[Any, Graphs]] = dataclasses.field(default_factory=lambda: defaultdict(dict))
 
     @functools.cached_property
-    def trace(self) -> Trace:
+    def trace(self) -> Tracer:
         return tracer(self.fused)
 
 
@@ -211,19 +211,19 @@ class _Partitioning:
             live = live_bytes(fw, bw, fused=self.fused, **self.outputs)
         if is_first and not self.asked.as_if_lossy:
             ms = predicted_ms(fw, bw, self.fused, launched=self.asked.at_run_time)
-        casts = self._cast_again(fw, bw)
+        casts = self._recast(fw, bw)
         self.shared.stocks.setdefault(gm, _Stock(live, ms, casts, donating))
         return fw, bw
 
-    def _cast_again(self, fw: GraphModule, bw: GraphModule) -> tuple[SavedTensor, ...]:
+    def _recast(self, fw: GraphModule, bw: GraphModule) -> tuple[SavedTensor, ...]:
         """Has the backward cast parameters again, which are in memory anyway; returns the casts that were saved."""
         if not self.packs or self.nested:
             return ()
         alive = parameters_of(fw, self.static, self.asked.parameters)
-        wanted = self.hooks.casts_again
-        return cast_again(fw, bw, parameters=alive, is_wanted=wanted, fused=self.fused, **self.outputs)
+        wanted = self.hooks.allows_recast
+        return recast(fw, bw, parameters=alive, is_wanted=wanted, fused=self.fused, **self.outputs)
 
-    def rewritten(self, fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Trace | None = None) -> Plan:
+    def rewritten(self, fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Tracer | None = None) -> Plan:
         """Puts hooks into two graphs, in place, and notes whether the backward may still reuse what is saved."""
         asked = self.asked
         options = RewriteOptions(

@@ -27,7 +27,7 @@ from .errors import OptionError, names_arguments
 from .graphs.saved import SavedTensor
 from .hook import KEEP, Hook
 from .settings.operators import operator_key, same_operator
-from .settings.setting import KEPT, Policy, check_rule, choose, looks_at_modules, why_kept, why_packed
+from .settings.setting import POLICY_KEEPS, Policy, check_rule, choose, looks_at_modules, why_kept, why_packed
 
 # fmt: off
 __all__ = [
@@ -132,7 +132,7 @@ class _Policy:
     def why_kept(self, saved: SavedTensor) -> str:
         """The reason to leave `saved`, for reports."""
         reasons = (why_kept(rule, saved) for rule in self.rules_for(saved))
-        return "; ".join(dict.fromkeys(filter(None, reasons))) or KEPT
+        return "; ".join(dict.fromkeys(filter(None, reasons))) or POLICY_KEEPS
 
     def why_packed(self, saved: SavedTensor) -> str:
         """The condition that chose the hook for `saved`, for reports; "" if there was none."""

@@ -1,7 +1,7 @@
 """Records of compiled graphs: the plans that `last_plans` returns, and for reports how often each graph ran.
 
       compile --> plans by `torch.compile` wrapper            last_plans(compiled)
-              --> Graph, while `recorded()` is entered        how often it ran, how many runs wait for their backward
+              --> CompiledGraph, in `recorded()`              how often it ran, how many runs wait for their backward
       run     --> Summary of an `enable`                      one line of log after the first step: it works
 
 A dropped function drops its plans.
@@ -44,7 +44,7 @@ def forget() -> None:
 
 
 @dataclass(eq=False)
-class Graph:
+class CompiledGraph:
     """A compiled graph, as `recorded` lists it. `enable` counts runs by it.
 
     Attributes:
@@ -76,17 +76,17 @@ class Graph:
         self.waiting_count -= 1
 
 
-_recorded: list[Graph] | None = None
+_recorded: list[CompiledGraph] | None = None
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Graph]]:
+def recorded() -> Iterator[list[CompiledGraph]]:
     """Lists each graph that the backend compiles inside, on any thread, with hooks or without.
 
     `last_plans` returns the same inside as outside.
     """
     global _recorded
-    graphs: list[Graph] = []
+    graphs: list[CompiledGraph] = []
     before, _recorded = _recorded, graphs
     try:
         yield graphs
@@ -94,7 +94,7 @@ def recorded() -> Iterator[list[Graph]]:
         _recorded = before
 
 
-def recording_graphs() -> list[Graph] | None:
+def recording_graphs() -> list[CompiledGraph] | None:
     """The list of the innermost `recorded()`; None outside of one."""
     return _recorded
 
@@ -107,11 +107,11 @@ class Summary:
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self._first_step: Counter[Graph] | None = Counter()  # None after the first step
+        self._first_step: Counter[CompiledGraph] | None = Counter()  # None after the first step
         self._is_waiting = False  # for the end of the first backward
-        self._all: dict[Graph, None] = {}
+        self._all: dict[CompiledGraph, None] = {}
 
-    def ran(self, graph: Graph, outputs: Any) -> None:
+    def ran(self, graph: CompiledGraph, outputs: Any) -> None:
         """The forward of `graph` returned `outputs`."""
         if not graph.plans:
             return
@@ -133,7 +133,7 @@ class Summary:
             log.info("aot_hooks: %s ended: %s", self.title, _in_words(Counter(self._all.keys())))
 
 
-def _in_words(counts: Counter[Graph]) -> str:
+def _in_words(counts: Counter[CompiledGraph]) -> str:
     """How many graphs ran, what their forwards save, and the peak of the process where there is a CUDA device."""
     runs = [(plan, count) for graph, count in counts.items() for plan in graph.plans]
     saved = sum(plan.saved_bytes * count for plan, count in runs)

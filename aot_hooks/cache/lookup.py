@@ -94,7 +94,7 @@ def without_hooks(
 
     Without torch's cache if the key would not hold all that the graph computes.
     """
-    if what := aot_cache.held_by_name(gm, inputs):
+    if what := aot_cache.keyed_by_name(gm, inputs):
         log.info("cache bypass: the key would have the name of %s, and not what it computes", what)
         with aot_cache.without_autograd_cache():
             return compile_graph()
@@ -128,7 +128,7 @@ def through_cache(
     _use_writable_directory()
     if not aot_cache.autograd_cache_is_on():
         return bypassed("torch's cache is switched off", compile_graph)
-    if what := aot_cache.held_by_name(gm, inputs):
+    if what := aot_cache.keyed_by_name(gm, inputs):
         return bypassed(f"the key would have the name of {what}, and not what it computes", compile_graph)
     key = key_of(gm, inputs, settings.setting, settings.regions, options=options, roots=roots)
     if key.opaque:

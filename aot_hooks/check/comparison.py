@@ -1,6 +1,6 @@
 """How far gradients are from those without hooks. Sums of squares are taken on the device, piece by piece.
 
-gradients, references --off--> Off of each --Error.of--> all parameters together, all others together, the worst
+gradients, references --deviations--> one of each --Error.of--> all parameters together, all others together, the worst
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VANISHING = {torch.float64: 1e-14, torch.float32: 1e-7, torch.float16: 1e-4, tor
 
 
 @dataclass(frozen=True)
-class Off:
+class Deviation:
     """The gradient of one tensor: squares of its norm without hooks, and of the norm of its difference with hooks.
 
     `is_leaf`: of a parameter, or another tensor that the user gets the gradient of. Others are passed on by autograd.
@@ -47,10 +47,10 @@ class Error:
 
     leaves: float
     passed_on: float
-    worst: Off | None
+    worst: Deviation | None
 
     @staticmethod
-    def of(found: Iterable[Off]) -> Error:
+    def of(found: Iterable[Deviation]) -> Error:
         known = [each for each in found if math.isfinite(each.norm2)]
         leaves = [each for each in known if each.is_leaf]
         total = math.sqrt(sum(each.norm2 for each in known))
@@ -66,16 +66,16 @@ class Error:
         return self.most > limit or (self.worst is not None and self.worst.error > _ONE * limit)
 
 
-def _ratio(found: Sequence[Off]) -> float:
+def _ratio(found: Sequence[Deviation]) -> float:
     off2, norm2 = sum(each.off2 for each in found), sum(each.norm2 for each in found)
     if math.isnan(off2):
         return math.inf
     return math.sqrt(off2 / norm2) if norm2 else math.inf if off2 else 0.0
 
 
-def off(
+def deviations(
     names: Sequence[tuple[str, bool]], without: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]
-) -> list[Off]:
+) -> list[Deviation]:
     """The errors of the gradients `found`, beside those `without` hooks; no gradient counts as zeros.
 
     `names`: of each gradient, and whether it is a leaf's.
@@ -84,7 +84,7 @@ def off(
     sums = [_squares(g0, g) for _, g0, g in both]
     numbers = [each.tolist() for each in sums]
     return [
-        Off(name, is_leaf, (g0 if g0 is not None else g).dtype, *pair)  # type: ignore[union-attr]
+        Deviation(name, is_leaf, (g0 if g0 is not None else g).dtype, *pair)  # type: ignore[union-attr]
         for ((name, is_leaf), g0, g), pair in zip(both, numbers, strict=True)
     ]
 

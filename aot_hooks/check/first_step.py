@@ -41,7 +41,7 @@ from ..settings.setting import Setting
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
 from .causes import Causes, Kinds, find, rounded_kinds
-from .comparison import Error, Off, off
+from .comparison import Deviation, Error, deviations
 
 log = logging.getLogger("aot_hooks")
 _lock = threading.RLock()
@@ -223,7 +223,7 @@ class _Call:
             node = autograd.node_behind(outputs)
             yield outputs, autograd.Rerun(node, [a for a, needs in zip(leaves, self.needs, strict=True) if needs])
 
-    def compare(self, found: Sequence[Any], incoming: Sequence[Any]) -> tuple[list[Off], Any, _Wrong | None]:
+    def compare(self, found: Sequence[Any], incoming: Sequence[Any]) -> tuple[list[Deviation], Any, _Wrong | None]:
         """The errors of the gradients `found`; those without hooks; and what is wrong if the limit is exceeded.
 
         Raises `RuntimeError` if it can't be done.
@@ -239,7 +239,7 @@ class _Call:
             kinds = rounded_kinds(self.checked.plans, self.checked.without[1])
             if not repeated:  # hooks draw random numbers: what they round is compared in a run of its own
                 found = self._rounded(kinds, incoming)
-            errors = off(self.names, without, found)
+            errors = deviations(self.names, without, found)
             error = Error.of(errors)
             if not error.above(self.checked.limit):
                 return errors, None, None
@@ -262,7 +262,7 @@ class _Call:
             def error_with(some: Collection[Kind]) -> Error:
                 rounded.clear()
                 rounded.update({i: kinds[kind].hook for kind in some for i in kinds[kind].positions})
-                return Error.of(off(self.names, without, backward(incoming, keep=True)))
+                return Error.of(deviations(self.names, without, backward(incoming, keep=True)))
 
             return find(kinds, error_with, error, self.checked.limit)
 
@@ -322,7 +322,7 @@ class _Pass:
     """What was compared in one backward pass."""
 
     def __init__(self) -> None:
-        self.errors: list[Off] = []
+        self.errors: list[Deviation] = []
         self.count = 0
         self.seen: set[Checked] = set()
         self.wrong: list[_Wrong] = []

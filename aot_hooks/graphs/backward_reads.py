@@ -222,8 +222,8 @@ class BackwardReads:
         if smooth and (made := self.forward_node_of.get(value)) is not None and (solves(made) or chooses(made)):
             return "singular"
         if smooth:
-            levels_off = again and self._elementwise.levels_off(user, value) and self._reads_numbers_of(user)
-            return "small" if levels_off or self._meets_its_slope(value, user) else "smooth"
+            saturates = again and self._elementwise.saturates(user, value) and self._reads_numbers_of(user)
+            return "small" if saturates or self._meets_its_slope(value, user) else "smooth"
         plain = name.split(".")[1] if name.count(".") == 2 else name
         return "decision" if plain in tables.DECIDES else "singular" if plain in tables.SINGULAR else "unknown"
 

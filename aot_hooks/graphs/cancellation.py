@@ -32,7 +32,7 @@ def may_cancel(user: Node) -> bool:
     if name in tables.TOTALS or user.kwargs or len(user.args) != 2:
         return True
     if constants := [a for a in user.args if not isinstance(a, Node)]:  # 1 + tanh(x), 1 - sigmoid(x)
-        return str(user.all_input_nodes[0].target) not in tables.WITHIN_ONE or constants not in ([1], [-1])
+        return str(user.all_input_nodes[0].target) not in tables.AT_MOST_ONE or constants not in ([1], [-1])
     return name != "aten.add.Tensor" or not _same_sign(*user.args)
 
 

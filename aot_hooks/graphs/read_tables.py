@@ -237,7 +237,7 @@ MOST_POWER = 4  # x ** n has n times the relative error of x; no other bound is 
 
 # Their results are no larger where the numbers are: one that is small beside its block counts as much as the largest.
 # tests/graphs/test_bounds.py computes which rows of `SMOOTH` these are. A bound of 0 keeps the larger half: ReLU.
-LEVELS_OFF = _ops(
+SATURATING = _ops(
     "tanh erf atan hardtanh clamp_min clamp_max maximum minimum clamp_min.Tensor clamp_max.Tensor",
     "amax amin max min max.dim min.dim kthvalue",
 )
@@ -267,7 +267,7 @@ SUMS = _ops(
 TOTALS = _ops(
     "sum sum.dim_IntList mean mean.dim cumsum", "var.correction var_mean.correction std.correction std_mean.correction"
 )
-WITHIN_ONE = _ops("tanh sigmoid erf")  # their results come near 1 or -1 where x is large, and stay there
+AT_MOST_ONE = _ops("tanh sigmoid erf")  # their results come near 1 or -1 where x is large, and stay there
 # Norms in the forward, whose pieces center numbers as their backward does in eager mode.
 NORMS = _ops(
     "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional",

@@ -48,12 +48,12 @@ class Elementwise:
         self._forward_node_of = forward_node_of
         self._known: dict[Node, dict[Node, None]] = {}
 
-    def levels_off(self, user: Node, value: Node) -> bool:
+    def saturates(self, user: Node, value: Node) -> bool:
         """Whether the result of `user` is no larger where numbers of `value` are, and nothing makes up for that."""
         name = str(user.target)
         if name in tables.ONE_SIDED:
             name = tables.ONE_SIDED[name][argument_called("min", user) is None]
-        if name not in tables.LEVELS_OFF or (name == "aten.clamp_min.default" and argument_called("min", user) == 0):
+        if name not in tables.SATURATING or (name == "aten.clamp_min.default" and argument_called("min", user) == 0):
             return False
         return not self._is_gate_of_itself(user) and not self._is_normalized(value)
 

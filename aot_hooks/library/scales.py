@@ -50,7 +50,7 @@ def smallest_scale(dtype: torch.dtype, top: float = 1) -> float:
     return max(SMALLEST_NORMAL, limits.tiny * limits.eps / divisor)
 
 
-def least_exponent(dtype: torch.dtype) -> int:
+def smallest_exponent(dtype: torch.dtype) -> int:
     """The biased exponent of the largest value whose power-of-two step is the smallest one."""
     return (_as_bits(smallest_scale(dtype)) >> 23) + TOP_EXPONENT
 

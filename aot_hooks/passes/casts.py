@@ -45,7 +45,7 @@ from ..torch_private.values import same_size
 from .answers import in_plans_only
 from .plan import Plan, with_rows
 
-CAST_AGAIN = Hook("cast again", in_plans_only, in_plans_only)
+RECAST = Hook("cast again", in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that the backward casts again from an input. Never run."""
 
 _OPERATORS = CONVERSIONS | MOVES
@@ -61,7 +61,7 @@ class _Copy:
     chain: tuple[Node, ...]  # the operators from the source to the value
 
 
-def cast_again(
+def recast(
     fw: GraphModule,
     bw: GraphModule,
     num_fwd_outputs: int,
@@ -94,9 +94,9 @@ def cast_again(
 
 
 def with_casts(plan: Plan, rows: Collection[SavedTensor]) -> Plan:
-    """`plan` with the rows that `cast_again` returned: values that are saved without hooks, and not with them."""
+    """`plan` with the rows that `recast` returned: values that are saved without hooks, and not with them."""
     reason = "a cast of an input that is alive anyway; the backward casts it again"
-    return with_rows(plan, rows, CAST_AGAIN, reason)
+    return with_rows(plan, rows, RECAST, reason)
 
 
 def _copies(

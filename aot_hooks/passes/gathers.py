@@ -38,7 +38,7 @@ GATHERED = Hook("gathered again", in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that does not cross, because the backward gathers it again. Never run."""
 
 
-def gather_again(
+def regather(
     fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, choices: Sequence[Choice], *, also_kept: bool
 ) -> tuple[Choice, ...]:
     """Have the backward gather again what a hook would pack. Edits both graphs in place.
@@ -91,7 +91,7 @@ def _gathered(fw: GraphModule) -> set[Node]:
 
 
 def with_gathers(plan: Plan, choices: Sequence[Choice]) -> Plan:
-    """`plan` with a row for each of `choices`, which `gather_again` returned: they cross without hooks only."""
+    """`plan` with a row for each of `choices`, which `regather` returned: they cross without hooks only."""
     why = "the backward gathers it again from a saved tensor, by saved indices"
     count = len(plan.decisions)
     plan = with_rows(plan, [choice.value.row for choice in choices], GATHERED, why)

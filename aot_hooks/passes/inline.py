@@ -31,7 +31,7 @@ from ..torch_private import values as torch_values
 from ..torch_private.inductor_fusion import FROM_HOOK, mark_alone
 from .edits import call, clean_name, insert_backward_input, last_use, with_inputs
 from .plan import has_symbols, same_view
-from .units import Packing, Unit, bytes_of
+from .units import Packing, Unit, leaf_bytes_of
 
 _CONSTANT = "_aot_hooks_constant_"  # attributes of the graphs
 _Pairs = list[tuple[Node, Node]]  # forward nodes that cross, each with its backward placeholder
@@ -63,7 +63,7 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
                 crossed = enumerate((*leaves, *strides))
                 inputs = [_cross(bw, value, i, leaf, crossing[slot], numbers) for i, leaf in crossed]
                 inputs, strides = inputs[: len(leaves)], inputs[len(leaves) :]
-                packing = replace(packing, leaves=tuple(leaves), packed_bytes=bytes_of(leaves))
+                packing = replace(packing, leaves=tuple(leaves), packed_bytes=leaf_bytes_of(leaves))
             with bw.graph.inserting_before(first):
                 (out,) = _copy_in(packing.traced.unpack, bw, inputs, f"{value.row.name}_unpack")
                 for layout in strides:

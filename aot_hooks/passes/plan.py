@@ -37,7 +37,7 @@ from ..hook import KEEP, Hook
 from ..library.bitmask import bitmask, bits_instead
 from ..library.lossless import compare_hook
 from ..offloading.hook import unrounded
-from ..settings.setting import KEPT, Setting, out_of_scope, why_kept, why_packed
+from ..settings.setting import POLICY_KEEPS, Setting, out_of_scope, why_kept, why_packed
 from ..steps.schedule import Transfer
 from ..torch_private.values import expression, hint, same_size
 from .live_bytes import LivePoint, join
@@ -392,7 +392,7 @@ def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str, bo
         return KEEP, out, False
     hook = setting.choose(value.row)
     if hook is KEEP:
-        return KEEP, why_kept(setting.rule, value.row) or KEPT, False
+        return KEEP, why_kept(setting.rule, value.row) or POLICY_KEEPS, False
     # rounding needs a number of the dtype for each outcome of a decision's tests
     unanswered = (f.read.why() for f in value.reads if f.tests and compare_hook(f.tests, value.row.dtype) is KEEP)
     if declined := hook.why_not(value.row) or (next(unanswered, None) if hook.lossy else None):

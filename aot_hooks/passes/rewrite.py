@@ -31,12 +31,12 @@ from ..torch_private.values import hint
 from .answers import ANSWERS, add_answers
 from .dedup_copies import dedup_copies
 from .edits import log, show
-from .gathers import gather_again, with_gathers
+from .gathers import regather, with_gathers
 from .inline import inline, lift_constants
 from .plan import NOTHING, UNCOPIED, Choice, Decision, Plan, Unpacked, decide
 from .results import save_results, with_results
 from .split import split_decisions
-from .units import Packing, Trace, Unit, bytes_of, choose_positions, trace_units, tracer
+from .units import Packing, Tracer, Unit, choose_positions, leaf_bytes_of, trace_units, tracer
 from .view_regions import label_views
 
 
@@ -53,7 +53,7 @@ class RewriteOptions:
     """
 
     for_inductor: bool
-    trace: Trace | None = None
+    trace: Tracer | None = None
     at_run_time: bool = False
     unpacked: Unpacked = NOTHING
     as_if_lossy: bool = False
@@ -131,7 +131,7 @@ def _chosen(
     choices = decide(cross, ambient, regions, options.unpacked, for_inductor=options.for_inductor)
     gathered: tuple[Choice, ...] = ()
     exact = ambient is not None and isinstance(ambient.rule, Lossless)
-    if options.trace is None and (gathered := gather_again(fw, bw, num_fwd_outputs, choices, also_kept=exact)):
+    if options.trace is None and (gathered := regather(fw, bw, num_fwd_outputs, choices, also_kept=exact)):
         cross = read_boundary()
         choices = decide(cross, ambient, regions, options.unpacked, for_inductor=options.for_inductor)
     cross, choices = add_answers(fw, bw, cross, choices, for_inductor=options.for_inductor)
@@ -189,7 +189,8 @@ def _place_transfers(
             for saved in (unit.saved, *unit.views):
                 uses = tuple((KEEP if h == packing.hook else h, rs) for h, rs in current[saved].uses)
                 current[saved] = replace(current[saved], uses=uses)
-        return replace(packing, packed_bytes=bytes_of(node for node in on_device if storage_of(node) not in inputs))
+        new = (node for node in on_device if storage_of(node) not in inputs)
+        return replace(packing, packed_bytes=leaf_bytes_of(new))
 
     after = [replace(unit, packings=tuple(placed(unit, packing) for packing in unit.packings)) for unit in units]
     return tuple(current.values()), tuple(after), transfers

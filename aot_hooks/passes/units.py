@@ -29,7 +29,7 @@ from .plan import UNCOPIED, Choice
 from .trace import TracedHook, trace_hook
 
 _WORTH_A_KERNEL = 0.01  # of the peak
-Trace = Callable[[Hook, torch.Tensor, SavedValue], TracedHook]
+Tracer = Callable[[Hook, torch.Tensor, SavedValue], TracedHook]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Packing:
         """Bytes that pack leaves on the device, and on the host."""
         leaves = results_of(self.traced.pack.graph)
         on_host = [leaf for leaf in leaves if leaf.target is offload_wait]
-        return bytes_of(leaf for leaf in leaves if leaf not in on_host), bytes_of(on_host)
+        return leaf_bytes_of(leaf for leaf in leaves if leaf not in on_host), leaf_bytes_of(on_host)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Unit:
         return {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
 
 
-def tracer(for_inductor: bool) -> Trace:
+def tracer(for_inductor: bool) -> Tracer:
     """A function that traces a hook once for all saved tensors of the same static sizes.
 
     A budget keeps it for all its attempts. With `for_inductor` hooks are decomposed with Inductor's table.
@@ -118,7 +118,7 @@ def _is_of_library(hook: Hook) -> bool:
 
 
 def trace_units(
-    choices: Sequence[Choice], trace: Trace, *, for_inductor: bool
+    choices: Sequence[Choice], trace: Tracer, *, for_inductor: bool
 ) -> tuple[tuple[Choice, ...], tuple[Unit, ...]]:
     """A unit for each value that is packed or dropped; `trace` is a `tracer`.
 
@@ -142,7 +142,7 @@ def trace_units(
     return tuple(found), tuple(units.values())
 
 
-def _traced(choice: Choice, views: list[Choice], trace: Trace, *, for_inductor: bool) -> tuple[Choice, Unit | None]:
+def _traced(choice: Choice, views: list[Choice], trace: Tracer, *, for_inductor: bool) -> tuple[Choice, Unit | None]:
     """The choice, with `KEEP` for hooks that change nothing, and its unit, if a hook is left."""
     source = choice.seen
     value = source.meta["val"]
@@ -217,7 +217,7 @@ def _left_on_device(packing: Packing) -> int:
     return on_device if settings is not None and settings.max_stall_ms else on_device + on_host
 
 
-def bytes_of(leaves: Iterable[Node]) -> int:
+def leaf_bytes_of(leaves: Iterable[Node]) -> int:
     """Bytes of the storages behind `leaves`, each once."""
     tensors = [leaf for leaf in leaves if isinstance(leaf.meta["val"], torch.Tensor)]
     return sum({storage_of(leaf): storage_bytes(leaf.meta["val"]) for leaf in tensors}.values())

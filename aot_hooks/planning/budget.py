@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..errors import OptionError, names_arguments
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
-from ..settings.byte_sizes import bytes_of, shown
+from ..settings.byte_sizes import parse_size, shown
 
 ALLOWED = ("recompute", "chunk", "tile", "lossless", "offload", "float8", "int8", "int4")
 EXACT = ("recompute", "chunk", "tile", "lossless", "offload")  # of these
@@ -130,8 +130,8 @@ def budget(
     if total == "fit":
         peak, total = "fit", None
     _check_hooks(means)
-    peak = peak if peak in (None, "fit") else bytes_of(peak)
-    total = None if total is None else bytes_of(total, "total")
+    peak = peak if peak in (None, "fit") else parse_size(peak)
+    total = None if total is None else parse_size(total, "total")
     return Budget(peak, max_slowdown, means, float(max_error), total)
 
 

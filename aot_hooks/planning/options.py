@@ -44,7 +44,7 @@ from ..offloading.transfers import COPIES
 from ..passes.live_bytes import LivePoint, live_bytes
 from ..passes.plan import NOTHING, Plan, Unpacked, decide
 from ..passes.trace import TracedHook
-from ..passes.units import Trace, trace_units
+from ..passes.units import Tracer, trace_units
 from ..settings.setting import Setting, out_of_scope
 from ..steps.schedule import Transfer
 from ..torch_private import aot
@@ -69,7 +69,7 @@ class Graphs:
     static_inputs: tuple[int, ...]
     roots: Mapping[str, str]
     fused: bool
-    trace: Trace
+    trace: Tracer
     launched: bool = True  # the host launches each kernel, not a CUDA graph
     unpacked: Unpacked = NOTHING  # saved tensors that no hook may round
     drops_others: bool = False  # the user keeps no output but the loss, see passes/live_bytes.py
@@ -123,7 +123,7 @@ class Joint:
     gm: GraphModule
     split: Callable[[], tuple[GraphModule, GraphModule]]
     without_hooks: Callable[[], tuple[tuple[LivePoint, ...], float]]
-    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace | None], Plan]
+    rewrite: Callable[[GraphModule, GraphModule, Setting, Tracer | None], Plan]
     setting: Setting
     parts: Mapping[str, Any]
     made: dict[Any, Graphs] = dataclasses.field(default_factory=dict)
@@ -137,7 +137,7 @@ class Joint:
         return self.made[marks].without_others if self.drops_others else self.made[marks]
 
     def hooked(
-        self, graphs: Graphs, rule: Any, trace: Trace | None = None, scope: str | None = None
+        self, graphs: Graphs, rule: Any, trace: Tracer | None = None, scope: str | None = None
     ) -> tuple[Graphs, Plan]:
         """A copy of `graphs` with the hooks that `rule` asks for, and their plan.
 

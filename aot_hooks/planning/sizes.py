@@ -98,7 +98,7 @@ def guarded(run: Callable[..., Any], version: Version, plans: Sequence[Plan], si
         return run
     peak, predicted = graph.group.peak_bytes, max(plan.peak_bytes for plan in plans)
     most_growth = max((1 - UNSEEN) * peak / predicted, 1.0)
-    again = graph.grown < MOST_GROWN and dynamo.may_compile_again(dynamo.code_being_compiled())
+    again = graph.grown < MOST_GROWN and dynamo.may_recompile(dynamo.code_being_compiled())
     if predicted <= peak and again and not sizes.bounded:
         for product, value in sizes.hints().items():
             bool(value_of(product, sizes.numbers) <= int(most_growth * value))  # while Dynamo compiles this is a guard

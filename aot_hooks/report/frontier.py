@@ -21,7 +21,7 @@ from ..hook import KEEP
 from ..passes.plan import Plan, joined
 from ..planning.assignment import Assignment
 from ..planning.budget import ALLOWED, Budget, budget
-from ..settings.byte_sizes import bytes_of, size_text
+from ..settings.byte_sizes import parse_size, size_text
 from .dry_run import check_keywords, dry_run
 from .text import peak_before
 from .trial import unwrap_compiled
@@ -179,7 +179,7 @@ def on_gpu(plan_with: Callable[[Any], Plan], size: str, **of_budget: Any) -> str
 
     A twentieth of the GPU is left to kernels, to fragments and to other processes.
     """
-    policy = budget(total=f"{int(_OF_GPU * bytes_of(size, 'gpu'))}B", **of_budget)
+    policy = budget(total=f"{int(_OF_GPU * parse_size(size, 'gpu'))}B", **of_budget)
     try:
         planned = plan_with(policy)
     except Exception as e:

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..backend import with_options
 from ..errors import AotHooksError, unwrapped
 from ..passes.plan import Plan, joined
-from ..records import Graph, recorded
+from ..records import CompiledGraph, recorded
 from ..torch_private import dynamo
 from ..torch_private import values as torch_values
 from .dry_run import dry_run
@@ -50,10 +50,10 @@ class _Enough(BaseException):
 class Recorded:
     """The record of a script's run."""
 
-    graphs: Sequence[Graph] = ()  # compiled; filled while it runs
+    graphs: Sequence[CompiledGraph] = ()  # compiled; filled while it runs
     eager: list[tuple[str, Plan]] = field(default_factory=list)  # modules run eagerly; empty if it compiled anything
     # graphs with a backward in the last step that ran any: the most runs whose backward was outstanding at once
-    last_step: dict[Graph, int] = field(default_factory=dict)
+    last_step: dict[CompiledGraph, int] = field(default_factory=dict)
     keeps_own_hooks: bool = False  # the script uses this package, and its own hooks were in force
     hooks_overridden: bool = False  # it does, and the policy passed in replaced its backend's options
     over_budget: list[str] = field(default_factory=list)  # modules whose graphs are, planned one by one
@@ -64,12 +64,12 @@ class Recorded:
     optimizer_bytes: int | None = None
 
     @property
-    def compiled(self) -> list[Graph]:
+    def compiled(self) -> list[CompiledGraph]:
         """The graphs that have a backward."""
         return [graph for graph in self.graphs if graph.plans]
 
     @property
-    def reported(self) -> list[Graph]:
+    def reported(self) -> list[CompiledGraph]:
         """The compiled graphs of the last step; all if no optimizer has stepped after one."""
         return [graph for graph in self.compiled if graph in self.last_step or not self.last_step]
 
@@ -83,7 +83,7 @@ class Recorded:
         compiled = [p for g in self.reported for _ in range(self.times(g)) for p in g.plans]
         return joined(compiled or [plan for _, plan in self.eager])
 
-    def times(self, graph: Graph) -> int:
+    def times(self, graph: CompiledGraph) -> int:
         """How often a reported graph counts in `plan`."""
         return max(1, self.last_step.get(graph, graph.most_waiting))
 
@@ -254,7 +254,7 @@ def _plan_eager(found: Recorded, module: torch.nn.Module, options: Mapping[str, 
 
 
 def _watch_steps(found: Recorded, steps: int | None, cuda: _Cuda) -> list[Any]:
-    counted: dict[Graph, int] = {}
+    counted: dict[CompiledGraph, int] = {}
 
     def before(*_: Any) -> None:
         peak = cuda.peak()

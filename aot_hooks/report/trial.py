@@ -54,7 +54,7 @@ def trial(
     no_step = register_optimizer_step_pre_hook(refuse_step)
     python_random_state = random.getstate()  # layer drop and the like draw from it
     try:
-        with torch.compiler.set_stance("default"), traces, torch_dry_run.random_state_kept():
+        with torch.compiler.set_stance("default"), traces, torch_dry_run.random_state_unchanged():
             yield torch.compile(program, backend=noting_backend, dynamic=dynamic)
     except Exception as e:
         if (ours := unwrapped(e)) is not None:

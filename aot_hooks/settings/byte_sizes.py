@@ -18,7 +18,7 @@ _LEAST_WITHOUT_UNIT = 1 << 20
 _MOST_GIB = 320
 
 
-def bytes_of(size: Any, name: str = "peak") -> int:
+def parse_size(size: Any, name: str = "peak") -> int:
     """`size` in bytes. Below 1 MiB it needs a unit: "12345B", so that 24 is not taken for 24 bytes.
 
     `name`: of the argument, for the `OptionError` that is raised for anything else.
@@ -56,7 +56,7 @@ def likely(size: float | str) -> float | str:
 
 
 def shown(nbytes: int) -> int | str:
-    """`nbytes` as an argument that `bytes_of` takes."""
+    """`nbytes` as an argument that `parse_size` takes."""
     return nbytes if nbytes >= _LEAST_WITHOUT_UNIT else f"{nbytes}B"
 
 

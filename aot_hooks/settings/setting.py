@@ -27,7 +27,7 @@ from .byte_sizes import likely
 Policy = Callable[[SavedTensor], Hook]
 SCOPES = ("donated", "no_static", "all")
 SCOPE = "donated"  # the default
-KEPT = "the policy keeps it"  # the reason of a policy without reasons
+POLICY_KEEPS = "the policy keeps it"  # the reason of a policy without reasons
 
 _numbers: Memo[int] = Memo()
 _last_number = itertools.count(1)
@@ -95,7 +95,7 @@ class SettingsOfGraph:
     def settings(self) -> list[Setting]:
         return [s for s in (self.setting, *self.regions.values()) if s is not None]
 
-    def casts_again(self, reader: Node) -> bool:
+    def allows_recast(self, reader: Node) -> bool:
         """Whether `reader`, of the backward, may read a cast of a parameter that is made again.
 
         Not where nothing is in force or all is kept, as that is what torch does. Scope "all" asks for each copy.
@@ -111,7 +111,7 @@ def why_kept(rule: Hook | Policy, saved: SavedTensor) -> str:
         return rule.why_not(saved) or ""
     why = getattr(rule, "why_kept", None)
     reason = str(why(saved)) if why is not None else ""
-    return "" if reason == KEPT else reason
+    return "" if reason == POLICY_KEEPS else reason
 
 
 def why_packed(rule: Hook | Policy, saved: SavedTensor) -> str:

@@ -96,11 +96,6 @@ def graph_count(trace: Trace) -> int:
     return sum(bool(sends.terms.ends_graph) for sends in trace.calls)
 
 
-def bytes_of(trace: Trace) -> int:
-    """What the operators of a trace send at most, in bytes."""
-    return sum(sum(sends.nbytes) for sends in trace.calls)
-
-
 class _Items(NamedTuple):
     """The items of a trace, by number."""
 

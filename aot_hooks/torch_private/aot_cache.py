@@ -100,7 +100,7 @@ def _source_shape(source: Any) -> tuple[str, ...]:
 extended = functools.partial(autograd_cache.extended, need=need)
 attacher = functools.partial(autograd_cache.attacher, need=need)
 without_autograd_cache = functools.partial(autograd_cache.without_autograd_cache, need=need)
-held_by_name, checked_entries = cache_contents.held_by_name, damaged_entries.checked_entries
+keyed_by_name, checked_entries = cache_contents.keyed_by_name, damaged_entries.checked_entries
 
 
 def autograd_cache_is_on() -> bool:

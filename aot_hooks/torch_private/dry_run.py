@@ -70,13 +70,13 @@ def _devices_in_use() -> list[int]:
     return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
-def random_state_kept() -> contextlib.AbstractContextManager[None]:
+def random_state_unchanged() -> contextlib.AbstractContextManager[None]:
     """Puts back the random state of the CPU, and of each CUDA device if CUDA is in use."""
     return torch.random.fork_rng(_devices_in_use())
 
 
 def random_states() -> list[bytes]:
-    """The states that `random_state_kept` puts back."""
+    """The states that `random_state_unchanged` puts back."""
     states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _devices_in_use())]
     return [state.numpy().tobytes() for state in states]
 

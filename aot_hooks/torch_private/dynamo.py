@@ -217,7 +217,7 @@ def limit_reached() -> int | None:
     return limit if before + 1 >= limit else None
 
 
-def may_compile_again(code: types.CodeType | None) -> bool:
+def may_recompile(code: types.CodeType | None) -> bool:
     """Whether half of the versions that Dynamo may make of `code` are still free. It runs eagerly if there are more."""
     limit = need("torch._dynamo.config").recompile_limit
     return code is None or 2 * len(entries_of(code)) < limit

@@ -15,7 +15,7 @@ from cudagraph.torch_private import compilers
 from cudagraph.torch_private.damaged_entries import checked_entries
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
-from .inductor_fusion import choices, is_held, marks_of, order_pass, pads_no_rows
+from .inductor_fusion import choices, kernels_are_decided, marks_of, order_pass, pads_no_rows
 from .inductor_lowering import register_operators
 from .symbols import needing
 
@@ -155,7 +155,7 @@ def compile_with_hooks(
         # torch's key has a graph's attributes, but not its nodes' meta, where our marks for fusion are
         vars(graph)["_aot_hooks_marks"] = marks_of(graph)
         own = {"comprehensive_padding": False} if pads_no_rows(graph) else {}
-        own |= IN_PLANNED_ORDER if is_held(graph) else {}
+        own |= IN_PLANNED_ORDER if kernels_are_decided(graph) else {}
         with handler(choices()), need("torch._inductor.config").patch(own):
             return inner(graph, *args, **kwargs)
 

@@ -73,7 +73,7 @@ def pads_no_rows(gm: GraphModule) -> bool:
     return any(WRITTEN in n.meta or str(n.target).startswith("aot_hooks.offload_") for n in gm.graph.nodes)
 
 
-def is_held(gm: GraphModule) -> bool:
+def kernels_are_decided(gm: GraphModule) -> bool:
     """Whether the kernels of `gm` are decided, see `hold_kernels`. Then they run in the order of the graph."""
     return any(ALONE_IF_WRITTEN in n.meta for n in gm.graph.nodes)
 

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from ..graph.analyse import Kind, word_of
 from ..options import Options
 from ..torch_private import autograd_cache, compilers
-from ..torch_private.cache_contents import held_by_name
+from ..torch_private.cache_contents import keyed_by_name
 from ..torch_private.damaged_entries import checked_entries
 from ..tree.driver import CaptureDriver, cuda_driver
 from . import entry, inductor
@@ -116,7 +116,7 @@ class Compilation:
         Loaded code is captured like compiled code. With `why_not_stored` the cache is off inside, and so it is for a
         graph whose key would not hold all that it computes.
         """
-        if self.why_not_stored or held_by_name(gm):
+        if self.why_not_stored or keyed_by_name(gm):
             return autograd_cache.without_autograd_cache()
 
         def finish(code: Any, found: entry.AnalysedGraph) -> Any:

@@ -39,7 +39,7 @@ def is_alive(x: torch.Tensor) -> bool:
     return bool(node_of(x).metadata.pop(MARK, False))
 
 
-def is_held(x: torch.Tensor) -> bool:
+def is_referenced(x: torch.Tensor) -> bool:
     """Whether Python code has hooks on the accumulator of the leaf `x`, or a reference to it.
 
     A new accumulator would lack them. Hooks on `x` itself are no reason: any accumulator of `x` runs them.
@@ -100,15 +100,15 @@ def renew_for_capture(leaves: Mapping[str, torch.Tensor], objects: Collection[An
     if not old:
         return
     for path, x in old.items():
-        if is_held(x):
-            raise CannotCapture(why_held(path))
+        if is_referenced(x):
+            raise CannotCapture(why_referenced(path))
     if reason := why_shared(old, replicas):
         raise CannotCapture(reason)
     for x in old.values():
         renew(x)
 
 
-def why_held(path: str) -> str:
+def why_referenced(path: str) -> str:
     return (
         f"somebody has a hook on, or a reference to, the node of autograd that accumulates the gradient of {path}; "
         "a capture needs a new one. Use register_post_accumulate_grad_hook or register_hook of the tensor"

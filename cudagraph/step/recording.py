@@ -35,7 +35,7 @@ from ..tree.dispatch import as_they_are
 from ..tree.node import Cursor
 from ..tree.record import Snapshot
 from ..tree.tree import one_capture
-from .accumulators import is_held, renew_for_capture, why_held, why_shared
+from .accumulators import is_referenced, renew_for_capture, why_referenced, why_shared
 from .gradients import Gradients, LastGradients
 from .host import ALL, HostState
 from .inputs import Inputs, arguments_of
@@ -193,8 +193,8 @@ def parallel(host: HostState) -> str | None:
             return f"its DistributedDataParallel can't be captured: {reason}"
         parameters = dict(replica.named_parameters())
         for name, x in parameters.items():
-            if is_held(x):
-                return why_held(name)
+            if is_referenced(x):
+                return why_referenced(name)
         if (reason := why_shared(parameters, replicas)) is not None:
             return reason
     if (backend := uncounted_backend()) is not None:
@@ -237,7 +237,7 @@ def _may_have_gradient(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CaptureRequest:
-    """What `record` is asked to capture, and what it has to know of the other recordings of the step."""
+    """What `record_step` is asked to capture, and what it has to know of the other recordings of the step."""
 
     pool: Any
     cursor: Cursor
@@ -256,7 +256,7 @@ class CaptureRequest:
     calls_compiled: bool  # whether the step has called a function that Dynamo compiles
 
 
-def record(request: CaptureRequest) -> StepRecording:
+def record_step(request: CaptureRequest) -> StepRecording:
     """Capture a step. Whether that succeeds or not, all is as before.
 
     Raises `CannotCapture` with a reason against the capture, or the capture's own error; `Unforeseen`, if it would

@@ -37,8 +37,8 @@ from ..torch_private.distributed import (
     make_reducer_anew,
     reduced_parameters,
     replicas_in,
+    resume_timing,
     sequence_numbers,
-    time_again,
 )
 from ..tree.dispatch import as_they_are, run_as_they_are
 from ..tree.driver import CaptureDriver, cuda_driver
@@ -50,7 +50,7 @@ from .host import CannotCompare, HostState
 from .inputs import arguments_of, changing_number, flat_arguments, key_of, objects_in, reason_against
 from .outputs import ChangesValue
 from .ranks import MOST_RECORDINGS, Ranks
-from .recording import CaptureRequest, StepRecording, Unforeseen, make_capturable, parallel, parameters_of, record
+from .recording import CaptureRequest, StepRecording, Unforeseen, make_capturable, parallel, parameters_of, record_step
 from .watch import users_line
 from .ways import AsItIs, FailedCapture, Record, Refuse, Replay, WarmUp, Way
 
@@ -127,7 +127,7 @@ class WholeStep:
     def reset(self) -> None:
         """Free all recordings and their memory; later calls warm up and record again."""
         for model in {model for host in self._hosts() for model in replicas_in(host.objects())}:
-            time_again(model)
+            resume_timing(model)
         self._drop_recordings()
         if self._pool is not None:
             self._pool.release()
@@ -461,7 +461,7 @@ class WholeStep:
         request = self._request(key, flat, spec, host)
         pool, reads_numbers = request.pool, bool(request.number_paths)
         try:
-            recording = record(request)
+            recording = record_step(request)
             if recording.talks and self.ranks is None and sequence_numbers():
                 recording.close()  # made by this rank alone; a call that runs uncaptured finds the groups
                 return FailedCapture("it talks to other processes, as no call before did", may_succeed=True)

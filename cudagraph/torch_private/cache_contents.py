@@ -1,7 +1,7 @@
 """Functions, modules and operators that torch's cache key of a graph holds by name only (2.11 to 2.15).
 
 torch looks for functions that its key can't describe in the outermost graph only. A function in the body of a
-checkpoint or of an autograd function would enter the key by its name. So `held_by_name` walks all graphs.
+checkpoint or of an autograd function would enter the key by its name. So `keyed_by_name` walks all graphs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), slice, r
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def held_by_name(gm: GraphModule, inputs: Iterable[Any] = ()) -> str:
+def keyed_by_name(gm: GraphModule, inputs: Iterable[Any] = ()) -> str:
     """What of Dynamo's graph `gm` is in no cache key but by its name; "" if everything is there by its content.
 
     Args:

@@ -414,8 +414,8 @@ def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> N
 _THREAD_KEY = "cudagraph trees of this thread"
 
 
-def keep_for_backward_threads(value: object) -> None:
-    """Let threads that run this thread's backwards get `value` from `kept_for_this_thread`. `value` must stay alive."""
+def stash_for_backward_threads(value: object) -> None:
+    """Let threads that run this thread's backwards get `value` by `stashed_for_this_thread`. It must stay alive."""
     before = sys.getrefcount(value)
     torch._C._stash_obj_in_tls(_THREAD_KEY, value)
     if sys.getrefcount(value) == before:
@@ -423,8 +423,8 @@ def keep_for_backward_threads(value: object) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-def kept_for_this_thread() -> Any:
-    """What `keep_for_backward_threads` got in this thread, or in the thread whose backward it runs; or None."""
+def stashed_for_this_thread() -> Any:
+    """What `stash_for_backward_threads` got in this thread, or in the thread whose backward it runs; or None."""
     return torch._C._get_obj_in_tls(_THREAD_KEY) if torch._C._is_key_in_tls(_THREAD_KEY) else None
 
 

@@ -240,12 +240,12 @@ def reduced_parameters(ddp: Any) -> list[torch.Tensor]:
 
 
 def is_timed(ddp: Any) -> bool:
-    """Whether torch may still look at times of `ddp` on the device. Later ones are not taken until `time_again`."""
+    """Whether torch may still look at times of `ddp` on the device. Later ones are not taken until `resume_timing`."""
     ddp._set_ddp_runtime_logging_sample_rate(NEVER)
     return ddp._get_ddp_logging_data().get("iteration", 0) < LAST_TIMED_ITERATION
 
 
-def time_again(ddp: Any) -> None:
+def resume_timing(ddp: Any) -> None:
     """Have torch take times of `ddp` as it does by default."""
     ddp._set_ddp_runtime_logging_sample_rate(BY_DEFAULT)
 

@@ -181,14 +181,14 @@ def _trees_of_this_thread() -> Trees:
     """The trees of this thread, or in a backward those of the thread that called for it."""
     trees: Trees | None = getattr(local, "trees", None)
     if trees is None:
-        trees = torch_cuda.kept_for_this_thread()
+        trees = torch_cuda.stashed_for_this_thread()
     if trees is None and torch_cuda.graph_task_id() != -1:
         return of_nobody
     if trees is None:
         trees = local.trees = Trees()
         with every_thread_lock:
             every_thread.append(trees)
-        torch_cuda.keep_for_backward_threads(trees)
+        torch_cuda.stash_for_backward_threads(trees)
         # A thread's outputs may outlive it: closing its trees copies them out or makes reading them an error.
         weakref.finalize(threading.current_thread(), _close, trees).atexit = False
     return trees
@@ -222,12 +222,12 @@ def as_they_are() -> Iterator[None]:
     is captured or warms up."""
     trees = _trees_of_this_thread()
     local.trees = no_trees
-    torch_cuda.keep_for_backward_threads(no_trees)
+    torch_cuda.stash_for_backward_threads(no_trees)
     try:
         yield
     finally:
         local.trees = trees
-        torch_cuda.keep_for_backward_threads(trees)
+        torch_cuda.stash_for_backward_threads(trees)
 
 
 def run_as_they_are() -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from ..torch_private import cuda as torch_cuda
 from .capture import CannotCapture, Owner
-from .liveness import bytes_of
+from .liveness import as_bytes
 
 LAUNCHES_NOTHING = "it launches nothing on the device, so the CUDA graph would be empty"
 EMPTY_WARNING = "The CUDA Graph is empty"
@@ -203,7 +203,7 @@ class CaptureDriver:
                 storage.resize_(storage.nbytes())  # allocates, copies and points there
             return
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(storages[0].device):
-            old = [bytes_of(storage) for storage in storages]
+            old = [as_bytes(storage) for storage in storages]
             new = [torch.empty_like(x) for x in old]
             torch_cuda.foreach_copy(new, old)
         for storage, copy in zip(storages, new, strict=True):

@@ -70,7 +70,7 @@ def sharing_versions(x: torch.Tensor, layout: Layout) -> torch.Tensor:
         return (torch_cuda.negated(x) if layout.negative else x).detach()
 
 
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """All of `storage`, as bytes."""
     return tensor_on(storage, Layout((storage.nbytes(),), (1,), 0, torch.uint8))
 

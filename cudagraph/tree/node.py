@@ -20,7 +20,7 @@ from .. import counters
 from ..torch_private import cuda as torch_cuda
 from .driver import CaptureDriver
 from .function import Function
-from .liveness import Layout, Slot, Watch, bytes_of, copy_preserving_layout, layout_of, sharing_versions, tensor_on
+from .liveness import Layout, Slot, Watch, as_bytes, copy_preserving_layout, layout_of, sharing_versions, tensor_on
 
 Edge = Callable[[list[Any]], "list[Any] | None"]
 EdgeKey = tuple[Any, ...]  # the function, then its inputs that are no tensors
@@ -274,7 +274,7 @@ class Recording(Node):
                 made[position] = tensor.data
                 continue
             if slot not in copies:
-                copies[slot] = bytes_of(slot.storage).clone().untyped_storage()
+                copies[slot] = as_bytes(slot.storage).clone().untyped_storage()
             made[position] = tensor_on(copies[slot], layout_of(tensor))
         for position, index in layout.same_inputs:
             made[position] = inputs[index]

@@ -15,7 +15,7 @@ from torch._higher_order_ops.scan import scan
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
-from cudagraph.torch_private.cache_contents import held_by_name
+from cudagraph.torch_private.cache_contents import keyed_by_name
 
 pytestmark = pytest.mark.core
 
@@ -102,8 +102,8 @@ def clean(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("body", BODIES)
 def test_a_function_that_is_not_traced_is_found_in_every_body(body: str) -> None:
     x = torch.randn(4, 4, requires_grad=body == "graph")
-    assert held_by_name(*graph_of(lambda x: BODIES[body](opaque)(x), x)).endswith("test_by_name.opaque")
-    assert held_by_name(*graph_of(lambda x: BODIES[body](clean)(x), x)) == ""
+    assert keyed_by_name(*graph_of(lambda x: BODIES[body](opaque)(x), x)).endswith("test_by_name.opaque")
+    assert keyed_by_name(*graph_of(lambda x: BODIES[body](clean)(x), x)) == ""
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_function_that_is_not_traced_is_found_in_every_body(body: str) -> None
     ],
 )
 def test_what_has_a_name_only(what: Any, name: str) -> None:
-    found = held_by_name(*graph_of(lambda x: what(x), torch.randn(4, 4, requires_grad=True)))
+    found = keyed_by_name(*graph_of(lambda x: what(x), torch.randn(4, 4, requires_grad=True)))
     assert found.endswith(name) and bool(found) == bool(name)
 
 
@@ -135,7 +135,7 @@ def test_methods_of_tensors_are_torchs_own() -> None:
     graph = torch.fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     graph.output(graph.call_function(torch._C.TensorBase.set_, (x, y)))
-    assert not held_by_name(torch.fx.GraphModule({}, graph))
+    assert not keyed_by_name(torch.fx.GraphModule({}, graph))
 
 
 def test_attributes_arguments_and_modules_of_a_graph_have_contents_or_are_named() -> None:
@@ -155,7 +155,7 @@ def test_attributes_arguments_and_modules_of_a_graph_have_contents_or_are_named(
     hooked = nn.ReLU()
     hooked.register_forward_hook(lambda *_: None)
     calls = {"linear": nn.Linear(2, 2), "nested": nn.Sequential(nn.ReLU()), "own": Own(), "hooked": hooked}
-    found = {name: held_by_name(graph(lambda g, x: g.call_module("m", (x,)), m=m)) for name, m in calls.items()}
+    found = {name: keyed_by_name(graph(lambda g, x: g.call_module("m", (x,)), m=m)) for name, m in calls.items()}
     assert [name for name, what in found.items() if what] == ["own", "hooked"]
     values = {
         "tensor": torch.ones(2),
@@ -164,7 +164,7 @@ def test_attributes_arguments_and_modules_of_a_graph_have_contents_or_are_named(
         "function": torch.sin,
         "lambda": lambda: 1,
     }
-    found = {name: held_by_name(graph(lambda g, _: g.get_attr("m"), m=m)) for name, m in values.items()}
+    found = {name: keyed_by_name(graph(lambda g, _: g.get_attr("m"), m=m)) for name, m in values.items()}
     assert [name for name, what in found.items() if what] == ["lambda"]
 
 

@@ -12,15 +12,15 @@ import torch
 from aot_hooks import SavedTensor, float8
 from aot_hooks.check import comparison
 from aot_hooks.check.causes import Kinds, find
-from aot_hooks.check.comparison import Error, Off, off
+from aot_hooks.check.comparison import Deviation, Error, deviations
 from aot_hooks.errors import OptionError
 from aot_hooks.graphs.saved import Kind
 from aot_hooks.options import Options, check_limit
 
 
-def offs(*found: tuple[str, bool, float, float]) -> list[Off]:
+def offs(*found: tuple[str, bool, float, float]) -> list[Deviation]:
     """Each a name, whether it is a parameter's, a norm, and the norm of the difference."""
-    return [Off(name, leaf, torch.float32, norm**2, wrong**2) for name, leaf, norm, wrong in found]
+    return [Deviation(name, leaf, torch.float32, norm**2, wrong**2) for name, leaf, norm, wrong in found]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
@@ -30,7 +30,7 @@ def test_sums_are_those_of_whole_tensors_in_pieces_too(monkeypatch: Any, dtype: 
     a = torch.randn((() if layout == "scalar" else (30, 7)), dtype=dtype)
     b = a + 0.1 * torch.randn_like(a)
     a, b = (a.t(), b.t()) if layout == "transposed" else (a, b)
-    (found,) = off([("w", True)], [a], [b])
+    (found,) = deviations([("w", True)], [a], [b])
     wide = torch.complex128 if dtype.is_complex else torch.float64
     assert math.isclose(found.norm2, float(a.to(wide).norm() ** 2), rel_tol=1e-6)
     assert math.isclose(found.off2, float((b.to(wide) - a.to(wide)).norm() ** 2), rel_tol=1e-5)
@@ -39,7 +39,7 @@ def test_sums_are_those_of_whole_tensors_in_pieces_too(monkeypatch: Any, dtype: 
 def test_a_gradient_that_is_missing_counts_as_zeros() -> None:
     g = torch.randn(5)
     names = [("a", True), ("b", True), ("c", True)]
-    found = {o.name: o for o in off(names, [g, None, None], [None, g, None])}
+    found = {o.name: o for o in deviations(names, [g, None, None], [None, g, None])}
     assert found.keys() == {"a", "b"}
     assert found["a"].error == pytest.approx(1.0) and found["b"].error == math.inf
 
@@ -66,7 +66,7 @@ def test_parameters_and_what_is_passed_on_are_apart_and_vanishing_gradients_are_
         ([], False),
     ],
 )
-def test_what_is_above_a_limit_of_a_tenth(found: list[Off], above: bool) -> None:
+def test_what_is_above_a_limit_of_a_tenth(found: list[Deviation], above: bool) -> None:
     assert Error.of(found).above(0.1) is above
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from whole_steps import Net, batches, sgd
 
 import cudagraph
-from cudagraph.step.accumulators import is_alive, is_held, renew
+from cudagraph.step.accumulators import is_alive, is_referenced, renew
 
 
 def kept_loss_and_step(device, model=None):
@@ -79,7 +79,7 @@ def test_a_leaf_forgets_its_accumulator_and_nothing_else(dtype, kind):
     x.grad = gradient = torch.ones_like(x)
     x.detach().mul_(2)
     graph, state = x * 3, (x._version, x.untyped_storage()._cdata, x.stride(), x.storage_offset(), x.dtype)
-    assert is_alive(x) and not is_held(x)
+    assert is_alive(x) and not is_referenced(x)
     renew(x)
     assert not is_alive(x) and x.grad is gradient and x.is_leaf and x.requires_grad
     assert state == (x._version, x.untyped_storage()._cdata, x.stride(), x.storage_offset(), x.dtype)

@@ -13,7 +13,7 @@ import pytest
 import reads_table
 import torch
 
-from aot_hooks.graphs.read_tables import ACTIVATION, LEVELS_OFF, LINEAR, MOST_POWER, SMOOTH, STEPS, UNIT
+from aot_hooks.graphs.read_tables import ACTIVATION, LINEAR, MOST_POWER, SATURATING, SMOOTH, STEPS, UNIT
 
 aten = torch.ops.aten
 R = 2.0**-4  # float8's relative rounding
@@ -127,14 +127,14 @@ def of_block(f: Function, size: float, sign: float | None) -> float:
 @pytest.mark.core
 @pytest.mark.parametrize("name", sorted({name for name, _ in POINTWISE if not name.endswith("_backward")}))
 def test_results_that_level_off_are_lost_where_numbers_share_a_scale(name: str) -> None:
-    """tanh(0.5) is, beside a number of 1,000 in a block of int8. Rows for which this holds are `LEVELS_OFF`.
+    """tanh(0.5) is, beside a number of 1,000 in a block of int8. Rows for which this holds are `SATURATING`.
 
     Activations are held to numbers on both sides of zero, as above.
     """
     positions = [p for other, p in POINTWISE if other == name]
     signs = [None] if SMOOTH[full(name)][positions[0]] is ACTIVATION else [None, 1.0, -1.0]
     worst = max(of_block(POINTWISE[name, p], size, sign) for p in positions for size in SIZES for sign in signs)
-    assert (worst > BEYOND) == (full(name) in LEVELS_OFF), worst
+    assert (worst > BEYOND) == (full(name) in SATURATING), worst
 
 
 @pytest.mark.core
@@ -151,7 +151,7 @@ def test_a_number_chosen_from_a_row_may_be_its_smallest(name: str) -> None:
         )
         y, off = (results(full(name), [t, *choose]) for t in (numbers, near))
         lost.append(((off - y).norm() / OF_BLOCK / y.norm()).item() > BEYOND)
-    assert any(lost) == (full(name) in LEVELS_OFF)
+    assert any(lost) == (full(name) in SATURATING)
 
 
 def full(name: str) -> str:

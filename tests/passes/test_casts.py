@@ -11,7 +11,7 @@ from torch import nn
 
 import aot_hooks
 from aot_hooks import KEEP, float8, last_plans, lossless, saved_tensors_hooks
-from aot_hooks.passes.casts import CAST_AGAIN
+from aot_hooks.passes.casts import RECAST
 from aot_hooks.passes.plan import Plan
 
 Tensor = torch.Tensor
@@ -55,7 +55,7 @@ def net() -> Net:
 
 
 def cast_bytes(plan: Plan) -> int:
-    return sum(d.saved_bytes for d in plan.decisions if d.hook is CAST_AGAIN)
+    return sum(d.saved_bytes for d in plan.decisions if d.hook is RECAST)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_gradients_have_the_same_bits(inner: str) -> None:
     for expected, got in zip(steps(stock, plain, sizes), steps(ours, packed, sizes), strict=True):
         assert all(map(torch.equal, got, expected)) and any(g.abs().max() > 0.01 for g in got)
     (before,), (after,) = last_plans(plain), last_plans(packed)
-    copies = {d.saved.shape for d in after.decisions if d.hook is CAST_AGAIN}
+    copies = {d.saved.shape for d in after.decisions if d.hook is RECAST}
     assert copies >= {(64, 64), (16, 4, 3, 3)}
     assert after.saved_bytes == before.saved_bytes and after.packed_bytes <= before.packed_bytes - cast_bytes(after)
     left = [d.saved for d in after.decisions if d.saved.dtype is torch.bfloat16 and d.packed_bytes]
@@ -92,7 +92,7 @@ def test_a_plan_counts_the_copies_before_and_not_after() -> None:
         assert plan.peak_bytes < kept.peak_bytes
         storages = [d.saved.storage for d in plan.decisions if d.saved_bytes]
         assert len(storages) == len(set(storages))
-    assert not any(d.hook is CAST_AGAIN for d in kept.decisions) and kept.packed_bytes == kept.saved_bytes
+    assert not any(d.hook is RECAST for d in kept.decisions) and kept.packed_bytes == kept.saved_bytes
     assert "cast again: a cast of an input that is alive anyway" in aot_hooks.report.text.format_report(packed)
 
 
@@ -154,7 +154,7 @@ def test_what_may_be_written_is_left_alone(module: type[nn.Module]) -> None:
         if policy is not None:
             (plan,) = last_plans(call)
             written = {16, 32}
-            assert not any(d.hook is CAST_AGAIN and set(d.saved.shape) == written for d in plan.decisions)
+            assert not any(d.hook is RECAST and set(d.saved.shape) == written for d in plan.decisions)
             assert any(set(d.saved.shape) == written and d.packed_bytes for d in plan.decisions)
     assert torch.equal(*found) and found[0].abs().max() > 0.01
 
@@ -190,7 +190,7 @@ def test_where_nothing_is_asked_for_copies_stay() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             call(x).float().sum().backward()
         (plan,) = last_plans(call)
-        found.append(sum(d.hook is CAST_AGAIN for d in plan.decisions))
+        found.append(sum(d.hook is RECAST for d in plan.decisions))
     assert found == [0, 0, 1]  # the weight of the layer in the region
 
 
@@ -215,4 +215,4 @@ def test_an_input_that_crosses_anyway_is_cast_again() -> None:
     got, expected = (torch.autograd.grad(fn(x).square().mean(), [x, w]) for fn in (call, f))
     (plan,) = last_plans(call)
     assert all(map(torch.equal, got, expected))
-    assert any(d.hook is CAST_AGAIN for d in plan.decisions)
+    assert any(d.hook is RECAST for d in plan.decisions)

@@ -23,7 +23,7 @@ from aot_hooks.planning import within
 from aot_hooks.planning.assignment import Assignment, fitted
 from aot_hooks.planning.budget import ALLOWED, mib
 from aot_hooks.planning.device_memory import outside_of_step
-from aot_hooks.settings.byte_sizes import bytes_of
+from aot_hooks.settings.byte_sizes import parse_size
 
 KEEP_ALL = aot_hooks.policies.everything(aot_hooks.KEEP)
 
@@ -288,7 +288,7 @@ def test_graphs_of_one_node(module, x):
     ],
 )
 def test_sizes_as_text(text, nbytes):
-    assert bytes_of(text) == nbytes == aot_hooks.budget(text).peak
+    assert parse_size(text) == nbytes == aot_hooks.budget(text).peak
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ MUTATIONS = (
     Mutation(
         "a private part of torch in a pass",
         "aot_hooks/passes/inline.py",
-        "from .units import Packing, Unit, bytes_of\n",
-        "from .units import Packing, Unit, bytes_of\n\n_tracing = torch._C._get_tracing_state\n",
+        "from .units import Packing, Unit, leaf_bytes_of\n",
+        "from .units import Packing, Unit, leaf_bytes_of\n\n_tracing = torch._C._get_tracing_state\n",
         ("tests/repository/test_private_torch.py",),
     ),
     Mutation(

@@ -115,7 +115,7 @@ def _amax_of_word(word: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scale_of_exponent(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    bounded = exponent.to(torch.int32).clamp(min=scales.least_exponent(dtype))
+    bounded = exponent.to(torch.int32).clamp(min=scales.smallest_exponent(dtype))
     return scales.from_exponent(bounded - scales.TOP_EXPONENT)
 
 

@@ -89,7 +89,7 @@ def _scale_of_exponent(dtype: torch.dtype) -> _Instructions:
     """Sets register `scale` to the bits of the scale, from the exponent in `$1`."""
     return (
         ".reg .b32 scale",
-        f"max.s32 scale, $1, {scales.least_exponent(dtype)}",
+        f"max.s32 scale, $1, {scales.smallest_exponent(dtype)}",
         f"sub.s32 scale, scale, {scales.TOP_EXPONENT}",
         "shl.b32 scale, scale, 23",
     )
