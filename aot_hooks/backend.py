@@ -197,7 +197,7 @@ def _compile_graph(
         checked = None if limit is None else _Without(gm)
         compiled = planner.compile(gm, graph.plans, partial(versions.compile_to, hooks))
         if checked is not None:
-            checked.compile(versions.compile, [*graph.plans, *planner.tight_plans])
+            checked.compile(versions.compile, hooks, [*graph.plans, *planner.tight_plans])
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
     compiled = planner.by_call(compiled, graph.plans, known)
     if checked is not None and limit is not None:
@@ -357,15 +357,15 @@ class _Without:
         self.run: _Compiled | None = None
         self.written: tuple[int, ...] = ()
 
-    def compile(self, compile_with: Callable[..., _Compiled], plans: list[Plan]) -> None:
-        """Call it when the graph is compiled with hooks, to `plans`. Does nothing if these pack nothing."""
+    def compile(self, compile_with: Callable[..., _Compiled], hooks: SettingsOfGraph, plans: list[Plan]) -> None:
+        """Call it when the graph is compiled with `hooks`, to `plans`. Does nothing if these pack nothing."""
         if not any(d.hook is not KEEP for plan in plans for d in plan.decisions):
             return
         if why := first_step.why_not(self.gm):
             return first_step.not_compared(why)
         self.written = aot.written_inputs()
         plans_without: list[Plan] = []
-        keep = SettingsOfGraph(Setting(KEEP, SCOPE), {})
+        keep = SettingsOfGraph(Setting(KEEP, SCOPE), dict.fromkeys(hooks.regions, Setting(KEEP, SCOPE)))
         try:
             with aot.second_compilation():
                 run = compile_with(self.gm, keep, plans_without, repeats=True)

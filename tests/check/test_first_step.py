@@ -265,6 +265,27 @@ def doubled(saved: SavedTensor) -> Hook:
     return KEEP if coarse_angles(saved) is KEEP else Hook("doubled", Doubled(), lambda p: p * 1.0, cache_hash="1")
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("policy", [None, float8()], ids=["region alone", "policy around it"])
+def test_a_context_inside_the_function_is_checked_too(lines: Lines, policy: Any) -> None:
+    model, right = made(Small), expected(Small)
+
+    def run(x: torch.Tensor, hook: Any) -> torch.Tensor:
+        for up in model.up[:-1]:
+            x = nn.functional.gelu(up(x))
+        with aot_hooks.saved_tensors_hooks(hook):
+            x = nn.functional.gelu(model.up[-1](x))
+        return model.down(x).square().mean()
+
+    (found,) = train(model, functools.partial(checked(run, policy), hook=float8()), steps=1)
+    (line,) = lines()
+    assert 0 < error(found, right[0]) < 0.06 and float(line.split()[4]) < 0.06
+    with pytest.warns(GradientWarning, match="'coarse'"):
+        (found,) = train(model, functools.partial(checked(run, policy), hook=COARSE), steps=1)
+    assert error(found, right[0]) < (1e-6 if policy is None else 0.06)
+    assert "worst up.2.weight" in lines()[-1]
+
+
 def test_what_rounding_does_not_explain_leaves_the_graph_unpacked() -> None:
     model = made(SINES)
     compiled = checked(model, doubled)
