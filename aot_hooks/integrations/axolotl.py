@@ -32,6 +32,7 @@ class AotHooksArgs(BaseModel):  # type: ignore[misc, unused-ignore]  # no types 
         aot_hooks_max_error: of a budget, see `aot_hooks.budget`.
         aot_hooks_check: compare the gradients of the first step with those without hooks.
         aot_hooks_options: options of the backend, see `aot_hooks.enable`.
+        aot_hooks_keep_logits: false lets the model return no logits in training, see `AotHooksCallback`.
     """
 
     aot_hooks_policy: str | None = None
@@ -40,6 +41,7 @@ class AotHooksArgs(BaseModel):  # type: ignore[misc, unused-ignore]  # no types 
     aot_hooks_max_error: float | None = None
     aot_hooks_check: bool | float = False
     aot_hooks_options: dict[str, Any] | None = None
+    aot_hooks_keep_logits: bool | None = None
 
 
 class AotHooksPlugin(BasePlugin):  # type: ignore[misc, unused-ignore]
@@ -85,4 +87,9 @@ def callback_of(cfg: Any) -> AotHooksCallback:
         policy = evaluated(name, value)
     else:
         policy = budget(**{"peak" if name == "aot_hooks_budget" else "total": value}, **of_budget)
-    return AotHooksCallback(policy, options=cfg.get("aot_hooks_options"), check=cfg.get("aot_hooks_check") or False)
+    return AotHooksCallback(
+        policy,
+        options=cfg.get("aot_hooks_options"),
+        check=cfg.get("aot_hooks_check") or False,
+        keep_logits=cfg.get("aot_hooks_keep_logits"),
+    )

@@ -16,6 +16,7 @@ from ..errors import OptionError, UnusedWarning, warn_user
 from ..options import with_arguments
 from ..passes.plan import Plan
 from ..planning.budget import Budget
+from .logits import WithoutLogits
 
 _MIB = 1 << 20
 
@@ -23,6 +24,12 @@ COMPILED_ONCE = (
     ". Accelerate compiles a model for the first Trainer or Accelerator only: call model.compile() before a second "
     "one, or before train() with auto_find_batch_size"
 )
+
+
+def _end(enabled: Enabled, model: WithoutLogits | None) -> None:
+    if model is not None:
+        model.end()
+    enabled.disable()
 
 
 class Training:
@@ -55,12 +62,15 @@ class Training:
     def policy(self) -> Any:
         return self._arguments["policy"]
 
-    def start(self) -> None:
-        """Enable. What an earlier training left enabled, because it raised, ends first."""
+    def start(self, model: WithoutLogits | None = None) -> None:
+        """Enable, until `stop`, which also has `model` return its logits again.
+
+        What an earlier training left enabled, because it raised, ends first.
+        """
         self.stop()
         self._enabled = enable(**self._arguments)
         # a trainer that raised and is dropped leaves nothing enabled
-        self._end = weakref.finalize(self, Enabled.disable, self._enabled)
+        self._end = weakref.finalize(self, _end, self._enabled, model)
         self._end.atexit = False
         self._has_run = self._has_warned = False
         self._latest, self._before, self._ran_before = [], [], False

@@ -18,6 +18,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from ..errors import AotHooksError, OptionError, error_behind
+from .logits import may_drop_logits, without_logits
 from .training import COMPILED_ONCE, Training
 
 
@@ -30,6 +31,9 @@ class _Train:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         callbacks = [*self.trainer.callback_handler.callbacks]  # one may be removed meanwhile
+        for callback in callbacks:
+            if isinstance(callback, AotHooksCallback):
+                callback.reads_loss_alone = _reads_loss_alone(self.trainer)
         try:
             return self.own(*args, **kwargs)
         except Exception as e:
@@ -43,14 +47,33 @@ class _Train:
                     callback.training.stop()
 
 
+def _reads_loss_alone(trainer: Any) -> bool:
+    """Whether `trainer` reads nothing but the loss of what its model returns in training."""
+    return (
+        type(trainer).compute_loss is Trainer.compute_loss
+        and "compute_loss" not in vars(trainer)
+        and trainer.label_smoother is None
+        and trainer.compute_loss_func is None
+        and getattr(trainer.args, "past_index", -1) < 0  # of transformers 4: which output is the next batch's input
+    )
+
+
 class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # no types where it is not installed
     """Enables hooks while `trainer.train()` runs, and adds `Training.metrics()` to each of its logs.
 
     The model must be compiled by backend "inductor": `TrainingArguments(torch_compile=True)`, or `model.compile()`.
 
-    Takes the arguments of `aot_hooks.enable`. Raises `OptionError` for a wrong one, when training begins with TRL's
-    `activation_offloading=True`, and at the end of the first batch if no compiled graph ran in it with gradients.
+    Takes the arguments of `aot_hooks.enable`, and `keep_logits`. Raises `OptionError` for a wrong one, when training
+    begins with TRL's `activation_offloading=True`, and at the end of the first batch if no compiled graph ran in it
+    with gradients.
+
+    Args:
+        keep_logits: whether the model returns its logits in training, beside the loss. With them the loss is not
+            computed in chunks. None: not if the trainer computes its loss as transformers' `Trainer` does, which reads
+            the loss alone. False: not in a trainer with a `compute_loss` of its own either.
     """
+
+    reads_loss_alone = False  # the trainer that trains now, as far as is known; written when it begins
 
     def __init__(
         self,
@@ -59,8 +82,10 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
         scope: str | None = None,
         options: Mapping[str, Any] | None = None,
         check: bool | float = False,
+        keep_logits: bool | None = None,
     ) -> None:
         self.training = Training(policy, scope=scope, options=options, check=check)
+        self.keep_logits = keep_logits
 
     def add_to(self, trainer: Trainer) -> AotHooksCallback:
         """Add this callback to `trainer`, before its trackers, so that they log its numbers. Returns it.
@@ -91,13 +116,16 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
         if isinstance(trainer := frame.f_locals.get("self"), Trainer):
             self.add_to(trainer)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if getattr(args, "activation_offloading", False):
             raise OptionError(
                 f"{type(args).__name__}(activation_offloading=True) and hooks of aot_hooks would store the same "
                 "tensors twice; leave activation_offloading out and pass offload() here"
             )
-        self.training.start()
+        drops = self.keep_logits is False or (
+            self.keep_logits is None and self.reads_loss_alone and may_drop_logits(model)
+        )
+        self.training.start(without_logits(model) if drops else None)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.training.next_batch()

@@ -89,8 +89,10 @@ def test_a_trainer_gets_its_callback_and_trains_with_it(plugin: Any, tmp_path: P
     ],
 )
 def test_keys_are_policies(plugin: Any, keys: dict[str, Any], policy: Any) -> None:
-    callback = sys.modules[type(plugin).__module__].callback_of(keys)  # type: ignore[attr-defined]
-    assert callback.training.policy == policy
+    callback_of = sys.modules[type(plugin).__module__].callback_of  # type: ignore[attr-defined]
+    assert callback_of(keys).training.policy == policy
+    assert callback_of(keys).keep_logits is None
+    assert callback_of(keys | {"aot_hooks_keep_logits": False}).keep_logits is False
 
 
 @pytest.mark.parametrize(
