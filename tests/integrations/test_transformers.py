@@ -244,8 +244,8 @@ def test_a_second_trainer_of_a_model_compiled_in_place(tmp_path: Path) -> None:
 
 def test_of_two_callbacks_the_error_names_the_one_that_counts(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, policy=float8())
-    AotHooksCallback(lossless(), options=ATEN).add_to(trainer)  # begins first: it is before the other
-    with pytest.raises(errors.OptionError, match=r"enable\(lossless.*innermost counts, and enable\(float8"):
+    trainer.add_callback(AotHooksCallback(lossless(), options=ATEN))  # which no callback can refuse
+    with pytest.raises(errors.OptionError, match=r"enable\(float8.*innermost counts, and enable\(lossless"):
         trainer.train()
 
 
