@@ -261,7 +261,7 @@ def _for_scripts() -> argparse.ArgumentParser:
     return shared
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser_of_commands() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m aot_hooks", description=__doc__)
     shared = _for_scripts()
     commands = parser.add_subparsers(dest="command", required=True)
@@ -300,7 +300,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    options = parser_of_commands().parse_args(argv)
     try:
         options.run(options)
     except (AotHooksError, OSError) as e:

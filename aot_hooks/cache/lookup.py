@@ -69,7 +69,7 @@ def forget() -> None:
 def _count(result: str, why: str) -> None:
     with _lock:
         _counts[result, why] += 1
-    log.info("cache %s: %s", result, why)
+    log.debug("cache %s: %s", result, why)  # beside the two lines of `enable` it would puzzle who never asked
 
 
 def _warn_once(about: str, message: str) -> None:
