@@ -17,6 +17,9 @@ from ..torch_private import values as torch_values
 from .nodes import argument_called, target_name, tensor_bytes
 from .read_tables import ATTENTION_BACKWARD
 
+# Bytes of the sums in float32 by which passes/row_sums.py makes the gradient of an embedding, some columns at a time.
+# Its kernels run at the speed of memory from some MiB on; fewer columns take more calls, each 10 us of the host.
+ROW_SUMS_BYTES = 128 << 20
 _LANES = 16  # float32 numbers of a vector register: oneDNN rounds the channels of a 3d convolution up to it
 
 
@@ -28,6 +31,8 @@ def workspace_bytes(node: Node) -> int:
     first = next((n.meta.get("val") for n in node.all_input_nodes), None)
     if name in ATTENTION_BACKWARD:
         return _attention_backward(node)
+    if name == "aot_hooks":
+        return _slice_of_sums(node) if target_name(node) == "aot_hooks.sum_rows.default" else 0
     if not isinstance(first, torch.Tensor) or first.layout is not torch.strided or first.device.type != "cpu":
         return 0
     if name == "convolution":
@@ -44,6 +49,20 @@ def workspace_bytes(node: Node) -> int:
         made = node.meta["val"]
         return tensor_bytes(first) + tensor_bytes(made) if isinstance(made, torch.Tensor) else 0
     return 0
+
+
+def columns_at_once(count: int, columns: int) -> int:
+    """How many columns of `count` sums are made at once."""
+    return max(1, min(columns, ROW_SUMS_BYTES // (4 * max(1, count))))
+
+
+def _slice_of_sums(node: Node) -> int:
+    """The sums of some columns, and the rows that are added to them, without those that are masked."""
+    rows, mask = _value(node, "rows"), argument_called("mask", node)
+    count, columns = map(torch_values.hint, node.meta["val"].shape)
+    width = columns_at_once(count, columns)
+    masked = torch_values.hint(rows.numel()) // columns * width if mask is not None else 0
+    return 4 * (count * width + masked)
 
 
 def _attention_backward(node: Node) -> int:

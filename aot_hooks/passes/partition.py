@@ -3,6 +3,7 @@
 joint --split--> fw, bw --> random numbers are drawn once             repeats.py
                         --> buffers are read once, where asked for    repeats.py
                         --> saved inputs are not written to before    cudagraph/graph/snapshots.py
+                        --> no gradient is whole in float32 as well   row_sums.py
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from cudagraph.graph.snapshots import save_what_was_read
 from ..graphs.nodes import storages
 from ..graphs.repeats import draw_counts
 from .repeats import save_what_is_computed_from, save_what_was_drawn
+from .row_sums import sum_rows_in_slices
 
 Split = Callable[[], tuple[GraphModule, GraphModule]]
 
@@ -37,6 +39,7 @@ def partitioned(
         inputs = fw.graph.find_nodes(op="placeholder")
         copied = save_what_is_computed_from(fw, bw, num_fwd_outputs, storages(inputs[i] for i in state))
     save_what_was_read(fw, bw, num_fwd_outputs, copied)
+    sum_rows_in_slices(bw)
     return fw, bw
 
 
