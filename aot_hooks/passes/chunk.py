@@ -34,6 +34,7 @@ from ..graphs.rows import Kept, Rows, Step, is_linear, is_tensor, is_zero, resto
 from ..torch_private import aot
 from ..torch_private.values import hint, symbols_of
 from .chunk_loop import Loop, place_in_order, read_sizes_of_inputs, write_chunks
+from .chunk_order import PRODUCTS, depends_on
 from .edits import show
 from .expand_losses import expand_losses
 from .live_bytes import LivePoint
@@ -46,7 +47,6 @@ _TOKENS = {"cpu": 256, "cuda": 2048}
 _MOST_CHUNKS = 32
 # Bytes of the logits in float32. Below, a graph is smaller without chunks, and nothing else of its step is.
 _LEAST_BYTES = 16 << 20
-PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 _EXPONENTIALS = ("aten._log_softmax.default", "aten._softmax.default", "aten.logsumexp.default", "aten.exp.default")
 
 
@@ -277,15 +277,6 @@ def _layers(gm: GraphModule, tokens: int | None) -> list[Node]:
 
 
 IN_CHUNK = "aot_hooks_chunk"
-
-
-def depends_on(nodes: Iterable[Node], start: Iterable[Node]) -> set[Node]:
-    """`start`, and all of `nodes`, which are in order, that are computed from it."""
-    found = set(start)
-    for node in nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _chunk_one(gm: GraphModule, seed: Node, tokens: int | None, finer: int, *, sliced: bool) -> _Made:

@@ -1,11 +1,12 @@
 """The unrolled loop over chunks of tokens: writes the nodes of a region once for each chunk, and joins the results.
 
-      h --split--> h_0, h_1, h_2         logits_0 ... grad_h_0      cat(grad_h_0, grad_h_1, grad_h_2)
+      h --split--> h_0, h_1, h_2         logits_0 ... grad_h_0      joined(grad_h_0, grad_h_1, grad_h_2)
                                                       grad_w = mm(t(grad_0), h_0)
                    wait_for(h_1, ...)    logits_1 ... grad_w = add_product(grad_w, t(grad_1), h_1)
 
 Sums over tokens are in float32, whatever the dtype of the result. So are the products that make gradients before the
-scale of the loss's gradient is known: they are rounded once, after it.
+scale of the loss's gradient is known: they are rounded once, after it. Large sums are several tensors, each of some
+rows.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from ..graphs.nodes import MADE_EARLY
 from ..graphs.rows import Kept, Read, Rows, Step, is_conversion, is_tensor, shape_of
 from ..torch_private import aot
 from ..torch_private.values import computed_from, expression, is_operator, symbols_of
-from .chunk_order import wait_for
+from .chunk_order import PRODUCTS, OverLogits, joined, over_logits, wait_for, wait_for_all
 from .chunk_sums import add_product
 from .edits import run_on_fakes
 
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _LOW = (torch.bfloat16, torch.float16)
-_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+# Sums in float32 whose result is in low precision are this many tensors at most, each of so many bytes at least. They
+# are rounded one by one, so one of them and its result are alive beside the others. More of them would spare less than
+# a chunk's logits take, and each is a product of its own in each chunk.
+_MOST_PARTS, _PART_BYTES = 4, 256 << 20
 _MOVES = (
     "aten.slice_backward.default",
     "aten.view.default",
@@ -136,7 +140,7 @@ class _Written:
     stand_ins: Mapping[Node, Node]
     waits_for_inputs: bool
     rows: dict[Node, list[Node]] = field(default_factory=dict)
-    sums: dict[Node, Node] = field(default_factory=dict)
+    sums: dict[Node, list[Node]] = field(default_factory=dict)
     cuts: dict[tuple[Node, Read], list[Node]] = field(default_factory=dict)
     casts: dict[Node, Node] = field(default_factory=dict)
 
@@ -162,8 +166,9 @@ def write_chunks(
     stand_ins = {} if scale is None else _with_one(loop, *scale)
     written = _Written(loop, scaled if scale is not None else (), stand_ins, waits_for_inputs)
     done = [] if waits_for is None else [waits_for]
+    over = None if waits_for_inputs else over_logits(loop.steps, nodes, outputs)
     for i in range(loop.count):
-        done = _chunk(written, nodes, outputs, i, done)
+        done = _chunk(written, nodes, outputs, i, done, over)
     found = {}
     for node in outputs:
         number = scale[0] if scale is not None and node in scaled else None
@@ -183,48 +188,87 @@ def _with_one(loop: Loop, scale: Node, between: Iterable[Node]) -> dict[Node, No
     return found
 
 
-def _chunk(written: _Written, nodes: Sequence[Node], outputs: Sequence[Node], i: int, done: list[Node]) -> list[Node]:
-    """Write chunk `i`, which waits for `done`. Returns the nodes that have its results."""
-    loop = written.loop
-    env: dict[Node, Node] = {}
-    held: dict[Node, Node] = {}  # inputs of products that wait
+@dataclass
+class _Chunk:
+    """Chunk `i` while it is written.
 
-    def input_of(node: Node, step: Step) -> Node:
-        if node in env:
-            return env[node]
+    Attributes:
+        outputs: the nodes whose values the loop returns.
+        done: results that this chunk waits for.
+        env: the chunk's node for each node of the region.
+        held: inputs of products that wait.
+        outside: inputs that gradients of logits read, as they do.
+    """
+
+    written: _Written
+    outputs: Collection[Node]
+    i: int
+    done: list[Node]
+    env: dict[Node, Node] = field(default_factory=dict)
+    held: dict[Node, Node] = field(default_factory=dict)
+    outside: dict[tuple[Node, Read], Node] = field(default_factory=dict)
+
+    def input_of(self, node: Node, step: Step) -> Node:
+        if node in self.env:
+            return self.env[node]
         read = step.reads.get(node)
-        made = written.stand_ins.get(node, node) if read is None else _cut(written, node, read)[i]
-        return made
+        if read is not None and (node, read) in self.outside:
+            return self.outside[node, read]
+        return self.written.stand_ins.get(node, node) if read is None else _cut(self.written, node, read)[self.i]
 
-    for node in nodes:
+    def write(self, node: Node) -> None:
+        written, loop, env = self.written, self.written.loop, self.env
         step = loop.steps[node]
-        if step.out is None and node in outputs:
-            _add_to_sum(written, node, step, env, lambda n, step=step: input_of(n, step))
-            continue
-        first = done and (written.waits_for_inputs or str(node.target) in _PRODUCTS)
+        if step.out is None and node in self.outputs:
+            _add_to_sum(written, node, step, env, lambda n: self.input_of(n, step))
+            return
+        waits = self.done and (written.waits_for_inputs or str(node.target) in PRODUCTS)
 
-        def get(values: Any, step: Step = step, first: Any = first) -> Any:
-            def one(n: Node) -> Node:
-                found = input_of(n, step)
-                if first and n not in env and n in step.reads:
-                    if found not in held:
-                        held[found] = loop.add(wait_for, found, done)
-                    return held[found]
-                return found
-
-            return map_arg(values, one)
+        def one(n: Node) -> Node:
+            found = self.input_of(n, step)
+            if waits and n not in env and n in step.reads:
+                if found not in self.held:
+                    self.held[found] = loop.add(wait_for, found, self.done)
+                return self.held[found]
+            return found
 
         if node in written.wide and str(node.target) == "aten.mm.default" and node.meta["val"].dtype in _LOW:
-            env[node] = _product(written, node, env, lambda n, step=step: input_of(n, step))
+            env[node] = _product(written, node, env, lambda n: self.input_of(n, step))
         else:
-            target, args, kwargs = step.build(get, loop.sizes[i])
+            target, args, kwargs = step.build(lambda values: map_arg(values, one), loop.sizes[self.i])
             env[node] = loop.add(target, *args, **kwargs)
             env[node].meta.update(
                 {k: v for k, v in node.meta.items() if k in ("custom", "stack_trace", "nn_module_stack")}
             )
-        if node in outputs:
+        if node in self.outputs:
             written.rows.setdefault(node, []).append(env[node])
-    return [env[n] if n in env else written.sums[n] for n in outputs]
+
+    def wait(self, over: OverLogits) -> None:
+        """Have what gradients of logits read wait until nothing else has to read logits."""
+        loop = self.written.loop
+        numbers = [self.env[n] for n in over.numbers] + [_cut(self.written, *each)[self.i] for each in over.outside]
+        waited = loop.add(wait_for_all, numbers, self.results(over.results))
+        made = [loop.add(operator.getitem, waited, j) for j in range(len(numbers))]
+        self.env.update(zip(over.numbers, made, strict=False))
+        self.outside.update(zip(over.outside, made[len(over.numbers) :], strict=True))
+
+    def results(self, outputs: Iterable[Node]) -> list[Node]:
+        parts = (self.written.sums[n] if n not in self.env else [self.env[n]] for n in outputs)
+        return [node for part in parts for node in part]
+
+
+def _chunk(
+    written: _Written, nodes: Sequence[Node], outputs: Sequence[Node], i: int, done: list[Node], over: OverLogits | None
+) -> list[Node]:
+    """Write chunk `i`, which waits for `done`. Returns the nodes that have its results."""
+    chunk = _Chunk(written, outputs, i, done)
+    for node in nodes if over is None else over.before:
+        chunk.write(node)
+    if over is not None:
+        chunk.wait(over)
+        for node in over.after:
+            chunk.write(node)
+    return chunk.results(outputs)
 
 
 def _cut(written: _Written, node: Node, read: Read) -> list[Node]:
@@ -303,27 +347,43 @@ def read_sizes_of_inputs(graph: Graph) -> None:
 
 
 def _add_to_sum(written: _Written, node: Node, step: Step, env: Mapping[Node, Node], input_of: Any) -> None:
-    loop = written.loop
+    loop, before = written.loop, written.sums.get(node)
     if str(node.target) != "aten.mm.default":
         target, args, kwargs = step.build(lambda values: map_arg(values, input_of), None)
         made = loop.add(target, *args, **kwargs)
-        if node in written.sums:
-            made = loop.add(_aten.add.Tensor, written.sums[node], made)
-        written.sums[node] = made
+        written.sums[node] = [made if before is None else loop.add(_aten.add.Tensor, before[0], made)]
         return
-    if node in written.sums:
-        factors = _factors(written, node, env, input_of)
-        written.sums[node] = loop.add(add_product, written.sums[node], *factors)
+    a, b = _factors(written, node, env, input_of)
+    lefts = [a]
+    if (size := _rows_of_part(node)) is not None:
+        count = shape_of(a)[0]
+        lefts = [loop.add(_aten.slice.Tensor, a, 0, i, min(i + size, count)) for i in range(0, count, size)]
+    if before is None:
+        written.sums[node] = [_wide_product(loop, left, b) for left in lefts]
     else:
-        written.sums[node] = _product(written, node, env, input_of)
+        pairs = zip(before, lefts, strict=True)
+        written.sums[node] = [loop.add(add_product, total, left, b) for total, left in pairs]
+
+
+def _rows_of_part(node: Node) -> int | None:
+    """How many rows of a sum of products are one tensor; None: all. Parts are rounded one after the other."""
+    value = node.meta["val"]
+    rows, columns = value.shape
+    if value.dtype not in _LOW or not isinstance(rows, int) or not isinstance(columns, int):
+        return None
+    parts = min(_MOST_PARTS, rows, 4 * rows * columns // _PART_BYTES)
+    return -(-rows // parts) if parts > 1 else None
 
 
 def _product(written: _Written, node: Node, env: Mapping[Node, Node], input_of: Any) -> Node:
     """A product in low precision with a result in float32."""
-    a, b = _factors(written, node, env, input_of)
+    return _wide_product(written.loop, *_factors(written, node, env, input_of))
+
+
+def _wide_product(loop: Loop, a: Node, b: Node) -> Node:
     if a.meta["val"].dtype in _LOW:
-        return written.loop.add(_aten.mm.dtype, a, b, torch.float32)
-    return written.loop.add(_aten.mm.default, a, b)
+        return loop.add(_aten.mm.dtype, a, b, torch.float32)
+    return loop.add(_aten.mm.default, a, b)
 
 
 def _factors(written: _Written, node: Node, env: Mapping[Node, Node], input_of: Any) -> tuple[Node, Node]:
@@ -373,22 +433,37 @@ def _tokens_of(node: Node, env: Mapping[Node, Node], loop: Loop) -> Any:
 def _joined(written: _Written, node: Node, scale: Node | None) -> Node:
     """The value of `node` from its chunks, times `scale`, in its dtype and shape."""
     loop, dtype = written.loop, node.meta["val"].dtype
-    step = loop.steps[node]
-    number = None
-    rows = step.out
-    joined = written.sums[node] if rows is None else loop.add(_aten.cat.default, written.rows[node], rows.first)
-    if scale is not None:
-        joined.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        joined.meta[MADE_EARLY] = True
-        number = scale if not shape_of(scale) else loop.add(_aten.reshape.default, scale, [])
-    joined = _finished(loop, joined, number, dtype)
+    rows = loop.steps[node].out
+    parts = written.sums[node] if rows is None else written.rows[node]
+    if scale is None:
+        parts = parts if rows is None else [loop.add(_aten.cat.default, parts, rows.first)]
+        finished = [_finished(loop, part, None, dtype) for part in parts]
+    else:  # they cross to the backward as they are: to join them, the forward would hold them twice
+        for part in parts:
+            part.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            part.meta[MADE_EARLY] = True
+        finished = _scaled(loop, parts, scale, dtype, waits=rows is None)
+    found = finished[0]
+    if len(finished) > 1:
+        found = loop.add(joined, finished) if rows is None else loop.add(_aten.cat.default, finished, rows.first)
     if rows is not None:
-        joined = loop.restored(joined, rows)
+        found = loop.restored(found, rows)
     shape = shape_of(node)
-    if len(shape_of(joined)) != len(shape):  # the tokens are in several dimensions
-        joined = loop.add(_aten.reshape.default, joined, [_size(loop, s) for s in shape])
-    joined.meta.update({k: v for k, v in node.meta.items() if k not in ("val", "recompute", MADE_EARLY)})
-    return joined
+    if len(shape_of(found)) != len(shape):  # the tokens are in several dimensions
+        found = loop.add(_aten.reshape.default, found, [_size(loop, s) for s in shape])
+    found.meta.update({k: v for k, v in node.meta.items() if k not in ("val", "recompute", MADE_EARLY)})
+    return found
+
+
+def _scaled(loop: Loop, parts: Sequence[Node], scale: Node, dtype: torch.dtype, *, waits: bool) -> list[Node]:
+    """Each of `parts` times `scale`, in `dtype`. `waits`: one after the other."""
+    number = scale if not shape_of(scale) else loop.add(_aten.reshape.default, scale, [])
+    found: list[Node] = []
+    for part in parts:
+        if found and waits:
+            number = loop.add(wait_for, number, found[-1:])
+        found.append(_finished(loop, part, number, dtype))
+    return found
 
 
 def _finished(loop: Loop, part: Node, scale: Node | None, dtype: torch.dtype) -> Node:

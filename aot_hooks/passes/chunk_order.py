@@ -1,18 +1,132 @@
-"""The operator by which one chunk waits for another.
+"""In which order a chunk is computed, and operators that compilers can't move work across.
 
     logits_1 = mm(wait_for(h_1, [grad_w_0]), w)       the second chunk's logits, when the first chunk's are done with
 
 Chunks have no data in common but small things, so a compiler may compute their parts in any order, or fuse parts of two
 chunks into one kernel. Then the logits of several chunks are alive. It can do neither across an operator that it does
 not know and whose result it needs. The operator copies a chunk of hidden states: thousands of times less than logits.
+
+Within a chunk, all that is one number for each token is computed before gradients of logits:
+
+    most, total, loss = ... logits ...                             a kernel that reads logits
+    most, total, label = wait_for_all([most, total, label], [loss])
+    grad = exp(logits - most) / total ...                          one that writes over them
+
+In one kernel, which reads each row twice, gradients would need memory of their own. They also would if the second
+kernel computed the label of a token anew: Inductor cuts what has more than 30 operations into two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
 import torch
+from torch.fx import Node
+
+from ..graphs.lifetimes import fuses
+from ..graphs.nodes import target_name
+from ..graphs.rows import Read, Step, is_tensor
+from ..torch_private.values import hint
 
 _library = torch.library.Library("aot_hooks", "FRAGMENT")
 _library.define("wait_for(Tensor x, Tensor[] done) -> Tensor")
 _library.impl("wait_for", lambda x, done: x.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake("aot_hooks::wait_for", lambda x, done: x.clone(), lib=_library)
 wait_for = torch.ops.aot_hooks.wait_for.default
+
+_library.define("wait_for_all(Tensor[] xs, Tensor[] done) -> Tensor[]")
+_library.impl("wait_for_all", lambda xs, done: [x.clone() for x in xs], "CompositeExplicitAutograd")
+torch.library.register_fake("aot_hooks::wait_for_all", lambda xs, done: [x.clone() for x in xs], lib=_library)
+wait_for_all = torch.ops.aot_hooks.wait_for_all.default
+
+# `torch.cat` of rows, into memory that is taken when all parts are there. Inductor takes it before the first is made.
+_library.define("joined(Tensor[] parts) -> Tensor")
+_library.impl("joined", torch.cat, "CompositeExplicitAutograd")
+torch.library.register_fake("aot_hooks::joined", torch.cat, lib=_library)
+joined = torch.ops.aot_hooks.joined.default
+
+_CONSTANTS = ("aten.full.default", "aten.scalar_tensor.default", "prims.iota.default")
+PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+
+
+@dataclass(frozen=True)
+class OverLogits:
+    """The nodes of a chunk, in order, so that gradients of logits are written over logits.
+
+    Attributes:
+        before: what is computed first: logits, and all that has a number for each token.
+        numbers: those that gradients of logits are computed from.
+        outside: inputs of the region that have numbers for each token, and how gradients of logits read them.
+        results: results of the chunk that must be there before any gradient, beside `numbers`.
+        after: gradients of logits, and what is computed from them. Some of it is in `before` as well: what lies between
+            logits and their gradients is computed twice.
+    """
+
+    before: Sequence[Node]
+    numbers: Sequence[Node]
+    outside: Sequence[tuple[Node, Read]]
+    results: Sequence[Node]
+    after: Sequence[Node]
+
+
+def over_logits(steps: Mapping[Node, Step], nodes: Sequence[Node], outputs: Iterable[Node]) -> OverLogits | None:
+    """The order of `nodes`, which are in `steps`; None if nothing would be written over logits.
+
+    All between logits and their gradients must be what a compiler computes in the kernel that reads it.
+    """
+    inside = set(nodes)
+    products = [n for n in nodes if str(n.target) in PRODUCTS]
+    tokens = [n for n in products if steps[n].out is not None]
+    size = max((_count(n) for n in tokens), default=0) // 2
+    logits = {n for n in tokens if _count(n) >= size}
+    ends = [n for n in products if n not in logits]
+    gradients = {n for end in ends for n in end.all_input_nodes if n in inside and _count(n) >= size}
+    value = next((n.meta["val"] for n in logits), None)
+    if value is None or not gradients or any(n.meta["val"].dtype != value.dtype for n in gradients):
+        return None
+    if _rounds_nothing(value):
+        return None
+    chain = _ancestors(gradients, inside, lambda n: n not in products and _count(n) >= size)
+    summed, of_gradients, of_ends = (depends_on(nodes, group) for group in (logits | chain, gradients, ends))
+    numbers = [n for n in nodes if n not in chain | logits and not chain.isdisjoint(n.users)]
+    if summed.isdisjoint(numbers) or not all(fuses(n) or target_name(n) in _CONSTANTS for n in chain):
+        return None
+    reads = [(n, read) for node in nodes if node in chain for n, read in steps[node].reads.items()]
+    outside = [(n, read) for n, read in dict.fromkeys(reads) if n not in inside and read.cut and _count(n) < size]
+    results = [n for n in outputs if n in inside - of_gradients and n not in numbers]
+    before = _ancestors([*numbers, *results, *logits], inside, lambda _: True)
+    if not before.isdisjoint(of_ends):
+        return None
+    first, second = ([n for n in nodes if n in group] for group in (before, chain | (inside - before)))
+    return OverLogits(first, numbers, outside, results, second)
+
+
+def _rounds_nothing(logits: torch.Tensor) -> bool:
+    """Whether products of their gradients read these in float32: on a CPU, for want of products of low precision."""
+    return logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float16)
+
+
+def _count(node: Node) -> int:
+    return hint(node.meta["val"].numel()) if is_tensor(node) else 0
+
+
+def _ancestors(nodes: Iterable[Node], inside: Collection[Node], follows: Callable[[Node], bool]) -> set[Node]:
+    """Those of `nodes`, and of all `inside` that they are computed from, as far as `follows` holds."""
+    found: set[Node] = set()
+    stack = [*nodes]
+    while stack:
+        node = stack.pop()
+        if node in inside and node not in found and follows(node):
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def depends_on(nodes: Iterable[Node], start: Iterable[Node]) -> set[Node]:
+    """`start`, and all of `nodes`, which are in order, that are computed from it."""
+    found = set(start)
+    for node in nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found

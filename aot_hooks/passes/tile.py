@@ -29,8 +29,9 @@ from ..graphs.nodes import source_line, target_name, tensor_bytes, type_text
 from ..graphs.rows import is_tensor, shape_of
 from ..torch_private import aot
 from ..torch_private.values import hint
-from .chunk import IN_CHUNK, PRODUCTS, depends_on, erase_unread
+from .chunk import IN_CHUNK, erase_unread
 from .chunk_loop import Loop, place_in_order, read_sizes_of_inputs, write_chunks
+from .chunk_order import PRODUCTS, depends_on
 from .edits import show
 from .slices import slice_for_split
 from .tile_part import NotTiled, Part, keeps_memory, part_of

@@ -19,7 +19,7 @@ from ..graphs.nodes import has_tag, is_view, name_and_line, target_name, type_te
 from ..graphs.rows import VIEWS, Rows, Step, is_elementwise, is_tensor, shape_of, step_of
 from ..torch_private import aot
 from ..torch_private.values import hint, symbols_of
-from .chunk import PRODUCTS, depends_on
+from .chunk_order import PRODUCTS, depends_on
 
 
 class NotTiled(Exception):

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
 from aot_hooks import errors
+from aot_hooks.passes import chunk_loop
 from aot_hooks.passes.chunk import Chunked
 
 ATEN = {"inner": "aten"}
@@ -81,9 +82,13 @@ def test_random_losses_are_right_in_chunks_or_left_alone_with_the_reason(first: 
     assert sum(o.done for o in outcomes) >= count // 2
 
 
-@pytest.mark.parametrize("first", [4000, pytest.param(4020, marks=pytest.mark.slow)])
-def test_random_joint_graphs_are_right_in_chunks(first: int) -> None:
-    outcomes = [fuzz_chunk.check_joint(fuzz_chunk.generate(seed)) for seed in range(first, first + 12)]
+@pytest.mark.parametrize(
+    ("first", "decomposed"),
+    [(4000, False), (20, True), pytest.param(4020, False, marks=pytest.mark.slow)],
+)
+def test_random_joint_graphs_are_right_in_chunks(first: int, decomposed: bool) -> None:
+    seeds = range(first, first + 12)
+    outcomes = [fuzz_chunk.check_joint(fuzz_chunk.generate(seed), decomposed=decomposed) for seed in seeds]
     assert [o for o in outcomes if o.wrong] == []
     assert sum(o.done for o in outcomes) >= 8
 
@@ -186,6 +191,32 @@ def test_gradients_are_at_least_as_near_to_float64(dtype: torch.dtype, reduction
     assert all(a <= b * (1.05 if dtype == torch.float32 else 1.0) for a, b in zip(mine, theirs, strict=True))
 
 
+def test_large_sums_are_parts_that_are_rounded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some rows each, the last with what remains. Gradients are no further from float64 than those of one sum."""
+    x, labels = example(256, words=62)
+    module = model(words=62).to(torch.bfloat16)
+    wide = model(words=62).double()
+    wide.load_state_dict({k: v.double() for k, v in module.state_dict().items()})
+    expected = gradients(
+        wide,
+        lambda x, labels: F.cross_entropy(
+            wide.head(wide.norm(x + wide.down(F.gelu(wide.up(x))))).flatten(0, -2), labels.flatten()
+        ),
+        x.double(),
+        labels,
+    )
+    found = []
+    for nbytes in (1 << 30, 4 * 62 * WIDTH // 4):
+        monkeypatch.setattr(chunk_loop, "_PART_BYTES", nbytes)
+        run = compiled(module, 32, policy=aot_hooks.KEEP)
+        found.append(gradients(module, run, x.to(torch.bfloat16), labels))
+        (plan,) = aot_hooks.last_plans(run)
+        sums = [d.saved.shape for d in plan.decisions if "add_product" in d.saved.name]
+        assert sums == ([(62, WIDTH)] if nbytes == 1 << 30 else [(16, WIDTH)] * 3 + [(14, WIDTH)])
+    one, parts = ([fuzz_chunk.distance(a, b) for a, b in zip(each, expected, strict=True)] for each in found)
+    assert all(b <= 1.01 * a for a, b in zip(one, parts, strict=True))
+
+
 @pytest.mark.parametrize(
     "policy",
     [aot_hooks.float8(), aot_hooks.offload(min_bytes=0), aot_hooks.budget("1MiB"), aot_hooks.KEEP],
@@ -202,7 +233,7 @@ def test_hooks_pack_what_they_did_and_no_gradient(policy: Any) -> None:
     assert [row.done for row in notes(run)] == [True]
     (plan,) = aot_hooks.last_plans(run)
     early = [d for d in plan.decisions if "the forward made" in d.reason]
-    assert len(early) == 2 and all(d.hook is aot_hooks.KEEP for d in early)  # of hidden states, and of the weight
+    assert len(early) == 4 + 1 and all(d.hook is aot_hooks.KEEP for d in early)  # of each chunk's tokens, of the weight
 
 
 def test_a_second_backward_and_checkpointing() -> None:

@@ -109,4 +109,4 @@ def test_cuda_code_holds_the_logits_of_one_chunk_and_one_sum(policy: str) -> Non
     assert 0.99 * found["planned"] <= held <= 1.001 * found["planned"]
     logits, total = 2 * tokens * words // chunks, 4 * width * words
     saved = 2 * 8 * tokens * width * 2 if policy == "keep" else 0
-    assert found["code"]["forward"] <= 2 * logits + total + saved + 20 * tokens * width
+    assert found["code"]["forward"] <= logits + total + saved + 21 * tokens * width  # gradients are over logits

@@ -8,22 +8,28 @@ A case is drawn from parts: shape of the tokens, dtype, kind of the last layer, 
 loss, and what the program does around it. fuzz_parts.py compares its gradients with those of eager mode.
 
 With `--joint` neither Dynamo nor a partition runs: the joint graph is traced, computed in chunks, and run as one. This
-takes a third of the time. Sizes are numbers, and each case is one step.
+takes a third of the time. Sizes are numbers, and each case is one step. With `--decomposed` it is a joint graph for
+Inductor on CUDA: losses are element by element, so that gradients of logits are computed over logits.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import random
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import fuzz_parts
 import torch
 import torch.nn.functional as F
 from fuzz_parts import Computed, Outcome, computed, judged, main, state_of, tangent_of, traced
 from torch import nn
+from torch._inductor.decomposition import select_decomp_table
 
+from aot_hooks.passes import chunk_order
 from aot_hooks.passes.chunk import chunked
 
 __all__ = ["Case", "check", "check_joint", "generate"]
@@ -310,8 +316,8 @@ def check(case: Case, inner: str = "aten") -> Outcome:
     return _judged(case, program, computed(program, _run, case, inner, ("chunk", case.tokens)))
 
 
-def check_joint(case: Case) -> Outcome:
-    """`check` of the pass alone."""
+def check_joint(case: Case, *, decomposed: bool = False) -> Outcome:
+    """`check` of the pass alone. `decomposed`: of a graph for Inductor on CUDA."""
     case = dataclasses.replace(case, dynamic=False, steps=1)
     torch.manual_seed(case.seed)
     program = Program(case).to(case.dtype)
@@ -328,7 +334,12 @@ def check_joint(case: Case) -> Outcome:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
         out = program(*inputs)
     tangent = tangent_of(out[0] if isinstance(out, tuple) else out, case.scale)
-    chunks, rows = chunked(traced(joint, state, inputs, tangent, tangents=1), case.tokens)
+    table = select_decomp_table() if decomposed else None
+    with contextlib.ExitStack() as as_on_cuda:
+        if decomposed:  # Inductor compares indices where the table has scatter
+            as_on_cuda.enter_context(mock.patch.object(chunk_order, "fuses", lambda _: True))
+            as_on_cuda.enter_context(mock.patch.object(chunk_order, "_rounds_nothing", lambda _: False))
+        chunks, rows = chunked(traced(joint, state, inputs, tangent, tangents=1, table=table), case.tokens)
     outs, gradients = chunks(state, inputs, tangent)
     found = [o.detach() for o in outs] + [g for g in gradients if g is not None]
     return _judged(case, program, Computed(found, rows, []))
@@ -339,5 +350,10 @@ def _judged(case: Case, program: Program, found: Computed) -> Outcome:
     return judged(program, _run, case, found, expected={case.loss not in ALONE})
 
 
+def outcomes_of(case: Case, options: argparse.Namespace) -> list[Outcome]:
+    joint = options.joint or options.decomposed
+    return [check_joint(case, decomposed=options.decomposed) if joint else check(case, options.inner)]
+
+
 if __name__ == "__main__":
-    main(generate, lambda case, o: [check_joint(case) if o.joint else check(case, o.inner)], "chunks", by="loss")
+    main(generate, outcomes_of, "chunks", by="loss")

@@ -92,9 +92,12 @@ def state_of(program: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
     return {name: p.detach() for name, p in parameters.items()}, [n for n, p in parameters.items() if p.requires_grad]
 
 
-def traced(joint: Callable[..., Any], *args: Any, tangents: int) -> GraphModule:
-    """The joint graph, as AOTAutograd would hand it over. The last `tangents` inputs are gradients of outputs."""
-    gm = make_fx(joint, decomposition_table=DECOMPOSED, tracing_mode="fake")(*args)
+def traced(joint: Callable[..., Any], *args: Any, tangents: int, table: Any = None) -> GraphModule:
+    """The joint graph, as AOTAutograd would hand it over. The last `tangents` inputs are gradients of outputs.
+
+    `table`: decompositions; None takes a few, as for `inner="aten"`.
+    """
+    gm = make_fx(joint, decomposition_table=table or DECOMPOSED, tracing_mode="fake")(*args)
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")[-tangents:]):
         node.name = node.target = f"tangents_{i + 1}"  # AOTAutograd's name
     gm.recompile()
@@ -138,7 +141,7 @@ def main(generate: Callable[[int], Any], outcomes_of: Callable[..., list[Outcome
     """Run the cases that the command line names, and print their summary.
 
     Args:
-        outcomes_of: makes outcomes of a case, and of the options `joint` and `inner` of the command line.
+        outcomes_of: makes outcomes of a case, and of the options `joint`, `decomposed` and `inner` of the command line.
         parts, by: see `summary`.
     """
     parser = argparse.ArgumentParser()
@@ -146,6 +149,7 @@ def main(generate: Callable[[int], Any], outcomes_of: Callable[..., list[Outcome
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--inner", default="aten")
     parser.add_argument("--joint", action="store_true")
+    parser.add_argument("--decomposed", action="store_true", help="joint graphs for Inductor on CUDA; of chunks alone")
     parser.add_argument("--out", help="a file for the result")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
