@@ -2,7 +2,7 @@
 
       joint --------------------------> within the budget --+
         |                                                   |
-        |--chunked(finer=1, 4)--------> within the budget --+--> the fastest one, or the one with the lowest peak
+        |--chunked(finer=1; 2 or 4)---> within the budget --+--> the fastest one, or the one with the lowest peak
         |                                                   |
         '--tiled(...) of the above----> within the budget --+
 
@@ -33,9 +33,9 @@ from .trials import Planned
 log = logging.getLogger("aot_hooks")
 CHUNK, TILE = "chunk", "tile"  # the names of the means in `allow`
 
-# Chunks of the size that `options["chunk"]` chooses, and chunks of a quarter of it. The second ones are planned if the
-# first ones need other means beside them.
-_FINER = (1, 4)
+# Chunks of a half and of a quarter of the tokens that `options["chunk"]` chooses. One of them is planned if chunks of
+# that size do not lower the peak, or need other means beside them: the one after which the peak falls no further.
+_FINER = (2, 4)
 # Ways to have layers in tiles, by their names in recipes, with the arguments of `tiled`. The first one computes nothing
 # again. Each is planned if those before it need other means beside them.
 _TILES: dict[str, dict[str, Any]] = {"backward": {"again": False}, "again": {}, "again, finer": {"finer": 4}}
@@ -125,11 +125,11 @@ class _Search:
 
     def search(self, joint: _Form) -> None:
         if CHUNK in self.means:
-            for finer in _FINER:
-                form = joint.chunked(finer)
-                self.chunks = self.chunks or form.chunks
-                if not form.finer or not self.lowers(form) or self.needs_no_other_means(form):
-                    break
+            form = joint.chunked(1)
+            self.chunks = form.chunks
+            done = bool(form.finer) and self.lowers(form) and self.needs_no_other_means(form)
+            if self.chunks and not done and (finer := self.in_finer_chunks(joint)) is not None:
+                self.needs_no_other_means(finer)
         if TILE in self.means:
             base = self.tightest
             for how in _TILES:
@@ -141,6 +141,16 @@ class _Search:
         if self.best is None and self.budget.lenient:
             form = self.tightest
             self.best, self.taken = _with_form(self.within(form.gm, True, follows=False), form), form
+
+    def in_finer_chunks(self, joint: _Form) -> _Form | None:
+        """`joint` in finer chunks, after which the peak falls no further; None if they don't lower it."""
+        found = None
+        for finer in _FINER:
+            form = joint.chunked(finer)
+            if not form.finer or not self.lowers(form):
+                break
+            found = form
+        return found
 
     def rows(self) -> tuple[tuple[Chunked, ...], tuple[Tiled, ...]]:
         """What was done with last layers and parts in the best plan; without one, in those that did not fit."""

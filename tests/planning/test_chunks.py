@@ -75,6 +75,22 @@ def test_a_budget_that_only_chunks_can_meet_has_chunks(
     assert measured <= plan.peak_bytes + 2**20
 
 
+def test_where_all_tokens_are_one_chunk_a_budget_takes_smaller_ones() -> None:
+    words, tokens = 16384, 256  # as many as a chunk has on a CPU
+    head = nn.Linear(WIDTH, words, bias=False)
+
+    def loss(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(head(x), labels)
+
+    inputs = torch.randn(tokens, WIDTH, requires_grad=True), torch.randint(words, (tokens,))
+    stock = aot_hooks.plan(loss, *inputs, policy=aot_hooks.KEEP, inner="aten")
+    (row,) = rows(stock)
+    assert not row.done and "one chunk of 256" in row.how
+    plan = aot_hooks.plan(loss, *inputs, policy=budget(stock.peak_bytes // 2, max_error=0), inner="aten")
+    (row,) = rows(plan)
+    assert row.done and row.tokens <= 128 and plan.peak_bytes <= stock.peak_bytes // 2
+
+
 def test_without_chunk_in_allow_logits_stay_whole(ids: torch.Tensor, stock: aot_hooks.Plan) -> None:
     policy = budget(stock.peak_bytes // 2, allow=("recompute", "lossless"))
     with pytest.raises(BudgetError) as e:
