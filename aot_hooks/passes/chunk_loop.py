@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..graphs.nodes import MADE_EARLY
+from ..graphs.nodes import MADE_EARLY, is_view
 from ..graphs.rows import Kept, Read, Rows, Step, is_conversion, is_tensor, shape_of
 from ..torch_private import aot
 from ..torch_private.values import computed_from, expression, is_operator, symbols_of
@@ -37,6 +37,7 @@ _LOW = (torch.bfloat16, torch.float16)
 # are rounded one by one, so one of them and its result are alive beside the others. More of them would spare less than
 # a chunk's logits take, and each is a product of its own in each chunk.
 _MOST_PARTS, _PART_BYTES = 4, 256 << 20
+_SUM = "aot_hooks_sum"  # in the `meta` of what is computed from a finished sum over chunks, until it has its place
 _MOVES = (
     "aten.slice_backward.default",
     "aten.view.default",
@@ -172,7 +173,11 @@ def write_chunks(
     found = {}
     for node in outputs:
         number = scale[0] if scale is not None and node in scaled else None
+        before = set(loop.graph.nodes)
         found[node] = _joined(written, node, number)
+        if loop.steps[node].out is None:
+            for made in set(loop.graph.nodes) - before:
+                made.meta[_SUM] = True
     return found
 
 
@@ -476,8 +481,9 @@ def _finished(loop: Loop, part: Node, scale: Node | None, dtype: torch.dtype) ->
 
 
 def place_in_order(gm: GraphModule) -> None:
-    """Move each node behind its inputs: those at the end of the graph to their first readers.
+    """Move each node behind its inputs: those at the end of the graph to their first readers, sums' to their inputs.
 
+    Only the output reads a weight's gradient. At the end of the graph its sum in float32 would wait for it there.
     What is written to inputs comes last, so that nodes at the end of the graph read what was there before.
     Raises `ValueError` if a node needs its own result.
     """
@@ -504,7 +510,22 @@ def place_in_order(gm: GraphModule) -> None:
                 placed.add(top)
                 order.append(top)
     last = None
-    for node in order:
+    for node in _with_early_sums(order):
         if last is not None:
             last.append(node)
         last = node
+
+
+def _with_early_sums(order: Sequence[Node]) -> list[Node]:
+    """`order`, with what is computed from finished sums, and the last terms of these sums, right behind its inputs."""
+    early = {node for node in order if node.meta.pop(_SUM, False)}
+    for node in reversed(order):
+        if (node.target is add_product or is_view(node)) and node.users and early.issuperset(node.users):
+            early.add(node)
+    position: dict[Node, tuple[int, int]] = {}  # of the input that it stands behind, and its own among those there
+    for i, node in enumerate(order):
+        if node in early:
+            position[node] = max((position.get(n, (-1, 0)) for n in node.all_input_nodes), default=(-1, 0))[0], 1 + i
+        else:
+            position[node] = i, 0
+    return sorted(order, key=position.__getitem__)

@@ -213,6 +213,11 @@ def test_large_sums_are_parts_that_are_rounded_one_by_one(monkeypatch: pytest.Mo
         (plan,) = aot_hooks.last_plans(run)
         sums = [d.saved.shape for d in plan.decisions if "add_product" in d.saved.name]
         assert sums == ([(62, WIDTH)] if nbytes == 1 << 30 else [(16, WIDTH)] * 3 + [(14, WIDTH)])
+    plan = aot_hooks.plan(compiled(module, 32, policy=aot_hooks.KEEP), x.to(torch.bfloat16), labels)
+    backward = [point.node for point in plan.live_after if point.phase == "backward"]
+    rounded = next(i for i, name in enumerate(backward) if name.startswith("joined"))
+    products = [i for i, name in enumerate(backward) if name.startswith("mm")]
+    assert rounded < min(products)  # not at the end, beside all other gradients
     one, parts = ([fuzz_chunk.distance(a, b) for a, b in zip(each, expected, strict=True)] for each in found)
     assert all(b <= 1.01 * a for a, b in zip(one, parts, strict=True))
 
