@@ -203,7 +203,7 @@ def measured(row: str, first: Model, x: Tensor, routings: int, inner: str, peaks
     found: dict[str, Any] = {"row": row, "ms": min(times), "median_ms": statistics.median(times)}
     found |= {"loss": float(loss), "first_step_s": first_s}
     if row in CAPTURED:
-        return found | {"refused": call.refused, "replays": call.replays}
+        return found | {"refused": call.refused}
     nbytes, _ = measure_bytes(forward, torch.Tensor.backward, device)
     plans = aot_hooks.last_plans(model) if row in HOOKS or row in BUDGETS else []
     found |= {"saved_gib": nbytes.after_forward / GIB, "peak_gib": nbytes.peak / GIB}

@@ -75,9 +75,19 @@ def _name(node: Node) -> str:
     return _packet_name(node).removeprefix("aten.")
 
 
+def _grouped_operations(a: torch.Tensor, b: torch.Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Those of a product of groups of rows, or of columns, whose ends are known on the device: of all rows together."""
+    groups = len(a) if a.ndim == 3 and b.ndim == 2 else 1  # each takes its own columns of b
+    return 2 * a.numel() * b.shape[-1] // groups
+
+
+# torch 2.15 has no formula for it
+_FORMULAS = {torch.ops.aten._grouped_mm: _grouped_operations, **flop_registry}
+
+
 def has_formula(node: Node) -> bool:
-    """Whether torch has a formula for the operations of `node`: a matrix product, attention, a convolution."""
-    return node.op == "call_function" and _packet(node) in flop_registry
+    """Whether there is a formula for the operations of `node`: a matrix product, attention, a convolution."""
+    return node.op == "call_function" and _packet(node) in _FORMULAS
 
 
 def is_attention(node: Node) -> bool:
@@ -281,7 +291,7 @@ def predicted_ms(*graphs: Any, **settings: Any) -> float:
 
 
 def _operation_count(node: Node) -> int:
-    count = _count(flop_registry[_packet(node)], *leaves_of((node.args, dict(node.kwargs), node.meta.get("val"))))
+    count = _count(_FORMULAS[_packet(node)], *leaves_of((node.args, dict(node.kwargs), node.meta.get("val"))))
     # causal attention skips half of the products, which the formulas count
     return count // 2 if argument_called("is_causal", node) is True else count
 
