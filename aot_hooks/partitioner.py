@@ -41,7 +41,7 @@ from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_r
 from .passes.rewrite import RewriteOptions, rewrite
 from .passes.tile import Tiled, tiled
 from .passes.units import Tracer, tracer
-from .planning.chunks import CHUNK, TILE, with_chunks
+from .planning.chunks import CHUNK, TILE, Stock, with_chunks
 from .planning.kernels import split_and_hold
 from .planning.options import Graphs, Joint
 from .planning.planner import Planner, is_budget
@@ -68,11 +68,13 @@ class Shared:
 
     Attributes:
         stocks, made: by joint graph; a budget also plans one with its loss in chunks. `made`: see `Joint`.
+        forms: joint graphs in chunks and tiles, see `with_chunks`.
     """
 
     fused: bool
     stocks: dict[GraphModule, _Stock] = dataclasses.field(default_factory=dict)
     made: dict[GraphModule, dict[Any, Graphs]] = dataclasses.field(default_factory=lambda: defaultdict(dict))
+    forms: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def trace(self) -> Tracer:
@@ -277,7 +279,8 @@ class _Partitioning:
         setting: Any = self.hooks.setting
         with without_collections():
             chosen = [name for name in (CHUNK, TILE) if getattr(self.asked.options, name)]
-            fw, bw, plan = with_chunks(setting.rule, self.joint, self.within, self.live_without_hooks, chosen)
+            ways = self.within, self.form_without_hooks
+            fw, bw, plan = with_chunks(setting.rule, self.joint, *ways, chosen, self.shared.forms)
             plan = dataclasses.replace(plan, **_rows([*self.notes, *plan.chunked, *plan.tiled]))
         return self._finished(fw, bw, plan)
 
@@ -310,10 +313,10 @@ class _Partitioning:
         stock = self.shared.stocks[self.joint]
         return stock.live, stock.ms
 
-    def live_without_hooks(self, gm: GraphModule) -> tuple[LivePoint, ...]:
-        """The live bytes of `gm`, one form of the joint graph. They tell whether chunks and tiles lower the peak."""
+    def form_without_hooks(self, gm: GraphModule) -> Stock:
+        """What `gm`, one form of the joint graph, takes. It tells what chunks and tiles gain, and what they cost."""
         self.joint_of(gm).graphs()
-        return self.shared.stocks[gm].live
+        return Stock(self.shared.stocks[gm].live, self.shared.stocks[gm].ms)
 
 
 def partition_without_hooks(

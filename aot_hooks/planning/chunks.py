@@ -7,7 +7,8 @@
         '--tiled(...) of the above----> within the budget --+
 
 Both are exact: the same sums in another order. A step that fits as it is stays as it is. Peaks and times of all are
-predicted in the same way. Times are over that of the step without hooks, chunks and tiles.
+predicted in the same way. Times are over that of the step without hooks, chunks and tiles. A form that is too slow
+without hooks is not planned: a plan of each form takes as long as the plan of the joint graph as it is.
 """
 
 from __future__ import annotations
@@ -53,23 +54,39 @@ class Within(Protocol):
     def __call__(self, gm: GraphModule, lenient: bool, follows: bool | None = None) -> Planned: ...
 
 
+class Stock(NamedTuple):
+    """A joint graph without hooks."""
+
+    live: Sequence[LivePoint]
+    ms: float  # 0.0 if the device's speed is unknown
+
+
+_Made = dict[tuple[GraphModule, int | str], tuple[GraphModule, tuple[Any, ...]]]
+"""Joint graphs in chunks or tiles with their rows, by the graph before and the kind: several plans share them."""
+
+
 class _Form(NamedTuple):
     """A joint graph in chunks and tiles, as a recipe names them, with a row for each last layer and each part."""
 
     gm: GraphModule
+    made: _Made
     finer: int = 0
     tiles: str = ""
     chunks: tuple[Chunked, ...] = ()
     parts: tuple[Tiled, ...] = ()
 
     def chunked(self, finer: int) -> _Form:
-        gm, rows = chunked(self.gm, None, finer=finer)
+        if (self.gm, finer) not in self.made:
+            self.made[self.gm, finer] = chunked(self.gm, None, finer=finer)
+        gm, rows = self.made[self.gm, finer]
         return self._replace(gm=gm, finer=0 if gm is self.gm else finer, chunks=rows)
 
     def tiled(self, how: str) -> _Form:
         if how not in _TILES:
             raise Refused(f"it has tiles of an unknown kind, {how!r}")
-        gm, rows = tiled(self.gm, None, **_TILES[how])
+        if (self.gm, how) not in self.made:
+            self.made[self.gm, how] = tiled(self.gm, None, **_TILES[how])
+        gm, rows = self.made[self.gm, how]
         return self._replace(gm=gm, tiles="" if gm is self.gm else how, parts=rows)
 
 
@@ -80,7 +97,7 @@ class _Search:
     Attributes:
         means: those of chunks and tiles that may be planned.
         within: plans a joint graph.
-        stock: the live bytes of a joint graph without hooks.
+        stock: says what a joint graph takes without hooks.
         tightest: the form whose step without hooks has the lowest peak, `lowest` bytes.
         best, taken: the best plan so far, and its form.
         chunks, parts: what is known of last layers and parts that the best plan has not in chunks or tiles.
@@ -89,7 +106,7 @@ class _Search:
     budget: Assignment
     means: Collection[str]
     within: Within
-    stock: Callable[[GraphModule], Sequence[LivePoint]]
+    stock: Callable[[GraphModule], Stock]
     tightest: _Form
     lowest: int
     taken: _Form
@@ -108,14 +125,19 @@ class _Search:
 
     def lowers(self, form: _Form) -> bool:
         """Whether the step without hooks has a lower peak in this form. If so, the form is the tightest."""
-        peak = _peak(self.stock(form.gm))
+        peak = _peak(self.stock(form.gm).live)
         if peak > _LOWER * self.lowest:
             return False
         self.lowest, self.tightest = peak, form
         return True
 
-    def needs_no_other_means(self, form: _Form) -> bool:
-        """Take the plan of this form if it is better. Returns whether it has no hooks: then no finer one is tried."""
+    def is_fine_enough(self, form: _Form) -> bool:
+        """Take the plan of this form if it is better. Returns whether no finer one is tried.
+
+        That is so if the plan has no hooks, or if the form is too slow: finer ones are slower.
+        """
+        if self.is_too_slow(form):
+            return True
         one = self.tried(form)
         if one is None or not _is_in_time(self.budget, one.plan, self.whole):
             return False
@@ -123,20 +145,29 @@ class _Search:
             self.best, self.taken = one, form
         return all(d.hook is KEEP for d in one.plan.decisions)
 
+    def is_too_slow(self, form: _Form) -> bool:
+        """Whether no plan of this form can be taken: hooks are counted to save no more time than they do without it."""
+        if self.best is None or self.whole is None or not self.whole.plan.before_ms:
+            return False
+        ms = min(1.0, _ratio(self.whole.plan)) * self.stock(form.gm).ms
+        if not _is_ratio_in_time(self.budget, ms / self.whole.plan.before_ms, self.whole):
+            return True
+        return not _is_for_lowest(self.budget) and ms > (1 + _GAIN) * self.best.plan.after_ms
+
     def search(self, joint: _Form) -> None:
         if CHUNK in self.means:
             form = joint.chunked(1)
             self.chunks = form.chunks
-            done = bool(form.finer) and self.lowers(form) and self.needs_no_other_means(form)
+            done = bool(form.finer) and self.lowers(form) and self.is_fine_enough(form)
             if self.chunks and not done and (finer := self.in_finer_chunks(joint)) is not None:
-                self.needs_no_other_means(finer)
+                self.is_fine_enough(finer)
         if TILE in self.means:
             base = self.tightest
             for how in _TILES:
                 form = base.tiled(how)
                 if not self.parts or not any(row.done for row in form.parts):
                     self.parts = form.parts
-                if not form.parts or (form.tiles and self.lowers(form) and self.needs_no_other_means(form)):
+                if not form.parts or (form.tiles and self.lowers(form) and self.is_fine_enough(form)):
                     break
         if self.best is None and self.budget.lenient:
             form = self.tightest
@@ -166,8 +197,9 @@ def with_chunks(
     budget: Assignment,
     joint: GraphModule,
     within: Within,
-    stock: Callable[[GraphModule], Sequence[LivePoint]],
+    stock: Callable[[GraphModule], Stock],
     chosen: Collection[str] = (),
+    made: _Made | None = None,
 ) -> Planned:
     """The plan of `joint`, or of `joint` with its loss in chunks and its layers in tiles if that is better.
 
@@ -176,13 +208,14 @@ def with_chunks(
 
     Args:
         within: plans a joint graph.
-        stock: the live bytes of a joint graph without hooks.
+        stock: says what a joint graph takes without hooks.
         chosen: "chunk" or "tile" if the user has chosen how `joint` has them.
+        made: the graphs in chunks and tiles that other plans of `joint` have made; None: there are none.
     """
     means = {CHUNK, TILE} & {*budget.allow} - {*chosen}
     if not means:
         return within(joint, True)
-    points = stock(joint)  # and merges what repeats in `joint`
+    points = stock(joint).live  # and merges what repeats in `joint`
     top = max(points, key=lambda point: point.live_bytes, default=None)
     peak_node = "" if top is None else top.node
     if budget.recipe is not None:
@@ -190,7 +223,7 @@ def with_chunks(
             return _as_before(budget.recipe, joint, within, peak_node)
         except Refused as e:
             warn_of_refused(budget, e)
-    form = _Form(joint)
+    form = _Form(joint, {} if made is None else made)
     search = _Search(budget, means, within, stock, form, _peak(points), form)
     search.best = search.whole = whole = search.tried(form)
     if whole is not None and _fits_as_it_is(budget, whole.plan):
@@ -211,7 +244,7 @@ def with_chunks(
 
 def _as_before(recipe: Recipe, joint: GraphModule, within: Within, peak_node: str) -> Planned:
     """The plan of a recipe, in the chunks and tiles that it names. Raises `Refused` if it can't be followed."""
-    form = _Form(joint)
+    form = _Form(joint, {})
     form = form.chunked(recipe.finer) if recipe.finer else form
     form = form.tiled(recipe.tiles) if recipe.tiles else form
     found = _with_form(within(form.gm, True, follows=True), form)
@@ -260,9 +293,13 @@ def _rounded_bytes(plan: Plan) -> int:
 
 
 def _is_in_time(budget: Assignment, plan: Plan, whole: Planned | None) -> bool:
+    return _is_ratio_in_time(budget, _ratio(plan), whole)
+
+
+def _is_ratio_in_time(budget: Assignment, ratio: float, whole: Planned | None) -> bool:
     """Casts of parameters may take their time under any budget, so the plan `whole` may take longer than it says."""
     limit = max(budget.step_ratio, 0.0 if whole is None else _ratio(whole.plan))
-    return _ratio(plan) <= limit * (1 + _GAIN)
+    return ratio <= limit * (1 + _GAIN)
 
 
 def _is_better(budget: Assignment, plan: Plan, other: Plan) -> bool:

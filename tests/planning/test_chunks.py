@@ -12,11 +12,14 @@ from profiled import most_allocated
 from small_budgets import budget, trained
 from steps import ATEN
 from torch import nn
+from torch.fx import GraphModule, symbolic_trace
 
 import aot_hooks
 from aot_hooks.errors import BudgetError, CacheWarning, error_behind
 from aot_hooks.passes.chunk import Chunked
-from aot_hooks.planning import trials
+from aot_hooks.passes.live_bytes import LivePoint
+from aot_hooks.planning import chunks, trials
+from aot_hooks.planning.assignment import Assignment
 from aot_hooks.planning.budget import ALLOWED
 
 WORDS, WIDTH, TOKENS = 4096, 32, 1024  # Logits of 16 MiB are the least that is worth chunks.
@@ -195,3 +198,24 @@ def test_a_loaded_plan_that_does_not_fit_is_searched_for_with_chunks(
         _, plan, _ = trained(model, ids, policy, path)
     assert plan.recipe.finer >= 1 and [row.done for row in rows(plan)] == [True]
     del optimizer
+
+
+@pytest.mark.parametrize("ms, planned", [(10.5, 2), (11.5, 1)])
+def test_chunks_that_are_too_slow_without_hooks_are_not_planned(
+    ms: float, planned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joint, in_chunks = (symbolic_trace(nn.Identity()) for _ in range(2))
+    monkeypatch.setattr(chunks, "chunked", lambda *_, **__: (in_chunks, ()))
+    monkeypatch.setattr(chunks, "tiled", lambda gm, *_, **__: (gm, ()))
+    peaks, times, seen = {joint: 100, in_chunks: 50}, {joint: 10.0, in_chunks: ms}, []
+
+    def within(gm: GraphModule, *_: Any, **__: Any) -> trials.Planned:
+        seen.append(gm)
+        return trials.Planned(gm, gm, aot_hooks.Plan((), before_ms=10.0, after_ms=11.0 if gm is joint else ms))
+
+    def stock(gm: GraphModule) -> chunks.Stock:
+        return chunks.Stock((LivePoint("forward", "mm", peaks[gm], "", ""),), times[gm])
+
+    found = chunks.with_chunks(Assignment.of(budget("1MiB")), joint, within, stock)
+    assert seen == [joint, in_chunks][:planned]
+    assert found.fw is seen[-1]
