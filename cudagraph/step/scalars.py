@@ -1,9 +1,10 @@
 """Torch's functions that take a number, rewritten to take a tensor of no dimensions with the same result.
 
     x * 0.5                     x * tensor             a factor or summand, in the dtype in which kernels have numbers
-    x.add_(y, alpha=0.5)        x.add_(y * tensor)     alpha and value: the product is rounded once more
+    x.add_(y, alpha=0.5)        x.addcmul_(y, tensor)  both round once, after the sum
     half: x * 0.5               (x.float() * tensor).half()      kernels for half and bfloat16 have numbers in float32
     CUDA: x / 2.0               x * tensor of 1 / 2.0            as its kernel does
+    CUDA: x.addcmul_(y, z, value=0.5)    x.addcmul_(y * z, tensor)    as its kernel does; a CPU multiplies y first
 
 Each function returns `NotImplemented` where it can't. What is not in `REWRITES` gets the number as it is.
 """
@@ -79,31 +80,75 @@ def _is_in_place(func: Any) -> bool:
 def _sum(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x + number`; `torch.add(x, y, alpha=number)`."""
     if set(kwargs) == {"alpha"} and is_traced(kwargs["alpha"]) and len(args) == 2:
-        product = _product(args[1], kwargs["alpha"])
-        return NotImplemented if product is None else func(args[0], product)
+        return _sum_with_alpha(func, *args, kwargs["alpha"])
     if args and isinstance(args[0], torch.Tensor) and args[0].dtype in HALVES:
         return NotImplemented  # some kernels round such a summand before, others don't
     return _binary(func, args, kwargs)
 
 
-def _product(x: Any, number: Any) -> Any:
-    """`x * number` of a tensor, or of tensors of one dtype in a list; None if there is none."""
-    xs = x if isinstance(x, (list, tuple)) else [x]
-    if not xs or not all(isinstance(each, torch.Tensor) for each in xs):
-        return None
-    dtypes = {each.dtype for each in xs}
-    if len(dtypes) != 1 or not dtypes <= SINGLES or (tensor := _on_device(number, xs[0])) is None:
-        return None
-    return torch_cuda.foreach_mul(x, tensor) if isinstance(x, (list, tuple)) else x * tensor
+def _sum_with_alpha(func: Callable[..., Any], x: Any, y: Any, alpha: Any) -> Any:
+    """`x + alpha * y`, `x - alpha * y` of tensors, which kernels compute as `torch.addcmul` does."""
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return NotImplemented
+    name, dtype = func.__name__.strip("_"), torch.result_type(x, y)
+    if dtype not in SINGLES or (_is_in_place(func) and x.dtype is not dtype):
+        return NotImplemented
+    x, y = (y, x) if name == "rsub" else (x, y)
+    x, y = x.to(dtype), y.to(dtype)  # itself, if it has that dtype
+    tensor = _on_device(alpha if name == "add" else -alpha, x)
+    if tensor is None:
+        return NotImplemented
+    return x.addcmul_(y, tensor) if _is_in_place(func) else torch.addcmul(x, y, tensor)
+
+
+def _dtype_of(*lists: Any) -> torch.dtype | None:
+    """The dtype of all tensors in some lists; None if they have several, or one in which kernels round more often."""
+    dtypes = {x.dtype if isinstance(x, torch.Tensor) else None for each in lists for x in each}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= SINGLES else None
+
+
+def _filled_like(xs: Sequence[torch.Tensor], tensor: torch.Tensor) -> list[torch.Tensor]:
+    """`tensor` in the shape of each of `xs`: fast kernels of lists take equal shapes only. Equal shapes share one."""
+    made: dict[Any, torch.Tensor] = {}
+    for x in xs:
+        key = x.shape, x.stride()
+        if key not in made:
+            made[key] = torch.empty_like(x, requires_grad=False).copy_(tensor)
+    return [made[x.shape, x.stride()] for x in xs]
+
+
+def _is_one(value: float) -> bool:
+    return value == 1
+
+
+def _has_history(*tensors: Any) -> bool:
+    """Whether a backward follows. That of some functions has a number in float64, and a tensor would be rounded."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _weighted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.addcmul(x, y, z, value=number)`, also of lists."""
+    """`torch.addcmul(x, y, z, value=number)`, `torch.addcdiv`, also of lists."""
     values = {**kwargs, **({"value": args[3]} if len(args) == 4 else {})}
     if set(values) != {"value"} or not is_traced(values["value"]) or len(args) < 3:
         return NotImplemented
-    product = _product(args[1], values["value"])
-    return NotImplemented if product is None else func(args[0], product, args[2])
+    (x, y, z), value = args[:3], values["value"]
+    is_list = isinstance(x, (list, tuple))
+    lists = (x, y, z) if is_list else ([x], [y], [z])
+    if _dtype_of(*lists) is None or _has_history(*lists[0], *lists[1], *lists[2]):
+        return NotImplemented
+    if (tensor := _on_device(value, lists[0][0])) is None:
+        return NotImplemented
+    if not lists[0][0].is_cuda:
+        return func(x, torch_cuda.foreach_mul(y, tensor) if is_list else y * tensor, z)
+    if value.derived(_is_one, value):  # kernels leave out that product
+        return func(x, y, z)
+    is_quotient = "addcdiv" in func.__name__
+    if not is_list:
+        other = y / z if is_quotient else y * z
+        return x.addcmul_(other, tensor) if _is_in_place(func) else torch.addcmul(x, other, tensor)
+    others = (torch_cuda.foreach_div if is_quotient else torch_cuda.foreach_mul)(y, z)
+    add = torch_cuda.foreach_addcmul_ if _is_in_place(func) else torch_cuda.foreach_addcmul
+    return add(x, others, _filled_like(others, tensor))
 
 
 def _lerp(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,7 +168,9 @@ def _power(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         number, x = args
     else:
         return NotImplemented
-    if x.dtype in HALVES or not x.dtype.is_floating_point or (tensor := _on_device(number, x)) is None:
+    if x.dtype in HALVES or not x.dtype.is_floating_point or _has_history(x):
+        return NotImplemented
+    if (tensor := _on_device(number, x)) is None:
         return NotImplemented
     return torch.pow(tensor, x)
 
@@ -162,9 +209,14 @@ def _weighted_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 def _list(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch._foreach_mul_(xs, number)`, and with `alpha`."""
     of_one = func.__name__.removeprefix("_foreach_").strip("_")
-    if set(kwargs) == {"alpha"} and len(args) == 2:
-        result = _sum(func, args, kwargs)
-        return _each(func, args, kwargs) if result is NotImplemented else result
+    if set(kwargs) == {"alpha"} and len(args) == 2 and is_traced(kwargs["alpha"]):
+        xs, ys, alpha = *args, kwargs["alpha"]
+        if not isinstance(ys, (list, tuple)) or _dtype_of(xs, ys) is None:
+            return _each(func, args, kwargs)
+        if (tensor := _on_device(alpha if of_one == "add" else -alpha, xs[0])) is None:
+            return NotImplemented
+        add = torch_cuda.foreach_addcmul_ if _is_in_place(func) else torch_cuda.foreach_addcmul
+        return add(xs, ys, _filled_like(ys, tensor))
     if kwargs or len(args) != 2 or not is_traced(args[1]):
         return NotImplemented
     xs, number = args
@@ -176,26 +228,42 @@ def _list(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _fused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A fused optimizer reads its learning rate from a tensor in float32. The decay of AdamW is a product before it."""
+    """A fused optimizer reads its learning rate from a tensor. The decay of AdamW is computed before it.
+
+    On CUDA the tensor is in float32, which is what kernels of Adam and AdamW compute with. Those of SGD compute in
+    float64, so they lose digits of the rate, as they do if the program gives it as a tensor.
+    """
     rate: Any = kwargs.get("lr")
     decay: Any = kwargs.get("weight_decay")
     if not args[0] or args[0][0].dtype is torch.float64:
         return NotImplemented
+    if any(states and states[0].dtype is not args[0][0].dtype for states in args[2:4]):
+        return NotImplemented  # such kernels compute in float64
+    first, is_cuda = args[0][0], args[0][0].is_cuda
     if (
         is_traced(decay)
         and func.__name__ == "_fused_adamw_"
         and not isinstance(rate, torch.Tensor)
         and kwargs.get("found_inf") is None  # such a step may be skipped by the kernel
     ):
-        if args[0][0].dtype not in SINGLES or (factor := _on_device(1 - rate * decay, args[0][0])) is None:
+        number = decay.derived(_decay_in_float32, rate, decay) if is_cuda else 1 - rate * decay
+        if first.dtype not in SINGLES or (tensor := _on_device(number, first)) is None:
             return NotImplemented
-        torch_cuda.foreach_mul_(args[0], factor)
+        if is_cuda:
+            torch_cuda.foreach_addcmul_(args[0], args[0], _filled_like(args[0], tensor))
+        else:
+            torch_cuda.foreach_mul_(args[0], tensor)
         return called(func, args, {**kwargs, "weight_decay": 0.0})
     if not is_traced(rate):
         return NotImplemented
-    tensor = rate.numbers.on_device(rate, torch.float32)
+    tensor = rate.numbers.on_device(rate, torch.float32 if is_cuda else torch.float64)  # a CPU's kernel reads a double
     others = {name: x.settled() if is_traced(x) and name != "lr" else x for name, x in kwargs.items()}
     return NotImplemented if tensor is None else func(*args, **{**others, "lr": tensor})
+
+
+def _decay_in_float32(rate: float, decay: float) -> float:
+    """What one step of AdamW adds to a parameter of 1: the kernel has both numbers in float32."""
+    return -ctypes.c_float(rate).value * ctypes.c_float(decay).value  # the product is rounded on its way to the device
 
 
 def _forms(*names: str) -> list[str]:

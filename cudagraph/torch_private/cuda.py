@@ -33,7 +33,8 @@ SYMBOLS: dict[str | Needed, str] = {
     "constants of graphs": "torch.utils._python_dispatch._disable_current_modes",
     "telling which outputs are alive": "torch._C._storage_Use_Count",
     "copying inputs": "torch._foreach_copy_ torch._C._AutoDispatchBelowADInplaceOrView",
-    "reading numbers on the device": "torch._foreach_mul ._foreach_mul_",
+    "reading numbers on the device": "torch._foreach_mul ._foreach_mul_ ._foreach_div "
+    "._foreach_addcmul ._foreach_addcmul_",
     "telling when a step ends": "torch._C._current_graph_task_id torch._C._is_fwd_grad_enabled "
     "torch._C._autograd._top_saved_tensors_default_hooks torch._dynamo.mutation_guard.GenerationTracker "
     "torch._guards.TracingContext torch._inductor.cudagraph_trees.MarkStepBox",
@@ -279,7 +280,10 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 storage_use_count: Callable[[int], int] = late(need, "torch._C._storage_Use_Count")
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = late(need, "torch._foreach_copy_")
-foreach_mul: Callable[[Any, torch.Tensor], Any] = late(need, "torch._foreach_mul")
+foreach_mul: Callable[[Any, Any], Any] = late(need, "torch._foreach_mul")
+foreach_div: Callable[[Any, Any], Any] = late(need, "torch._foreach_div")
+foreach_addcmul: Callable[[Any, Any, Any], Any] = late(need, "torch._foreach_addcmul")
+foreach_addcmul_: Callable[[Any, Any, Any], Any] = late(need, "torch._foreach_addcmul_")
 foreach_mul_: Callable[[Any, torch.Tensor], Any] = late(need, "torch._foreach_mul_")
 graph_task_id: Callable[[], int] = late(need, "torch._C._current_graph_task_id")  # -1 outside of a backward
 forward_mode: Callable[[], bool] = late(need, "torch._C._is_fwd_grad_enabled")

@@ -352,6 +352,22 @@ def fsdp_own_step(rank):
         assert torch.equal(local(a.grad), local(b.grad)) and a.grad.placements == b.grad.placements
 
 
+def fsdp_schedule(rank):
+    """Numbers that change in each call, for a foreach optimizer on DTensors."""
+    ours, eager = sharded()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9, foreach=True) for each in (ours, eager)]
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(each, max_lr=0.3, total_steps=8) for each in optimizers]
+    step, expected = cudagraph.whole_step(ours, F.mse_loss, optimizers[0]), eager_step(eager, F.mse_loss, optimizers[1])
+    for i in range(6):
+        x, y = batch(i, rank)
+        assert torch.equal(step(x, y), expected(x, y)), f"loss of step {i}"
+        for each in schedulers:
+            each.step()
+    for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(local(a), local(b))
+    assert (step.refused, step.update_refused) == ("", "") and cudagraph.stats()["recordings"] == 1
+
+
 def fsdp_fails(rank):
     """A capture that fails in the middle of a backward, on one rank, leaves modules that are sharded."""
     ours, eager = sharded()
@@ -477,7 +493,7 @@ def gone(rank):
 CASES = (
     ddp, ddp_views, ddp_no_sync, ddp_accumulate, ddp_hook, other_shapes, own_collective, fails_on_one_rank,
     refused_on_one_rank, local_step, talks_each_fourth_call, talks_later, uncounted, find_unused, fsdp, fsdp_mixed,
-    fsdp_own_step, fsdp_fails, fsdp_saved_and_loaded, fsdp_events, tensor_parallel, timed_again, gone,
+    fsdp_own_step, fsdp_schedule, fsdp_fails, fsdp_saved_and_loaded, fsdp_events, tensor_parallel, timed_again, gone,
 )  # fmt: skip
 
 
