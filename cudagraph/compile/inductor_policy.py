@@ -92,7 +92,8 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         number = compilers.graph_number(output_code)
         static = self._static_inputs(pending.piece, number)
         compiled = None if number is None else f"Inductor's {number}"
-        piece = dataclasses.replace(pending.piece, static_inputs=static, compiled=compiled)
+        talks = compilers.calls_collectives(output_code)
+        piece = dataclasses.replace(pending.piece, static_inputs=static, compiled=compiled, talks=talks)
         maps = compilers.partitions_of(output_code)
         if maps is None:
             run = dispatch.capture(piece, self.options, self.driver)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from .. import counters
 from ..graph.analyse import Kind, is_on_another_device, prepare_and_analyse, report, static_nodes
-from ..graph.blockers import CPU, attribute_of, tensors_of
+from ..graph.blockers import CPU, attribute_of, talks, tensors_of
 from ..graph.partition import Part, assemble, part_module, storages_of
 from ..options import Options
 from ..placeholder import info_of, results_of, trace_of, written_nodes
@@ -107,5 +107,6 @@ def _piece_of(part: Part, name: str, run: Callable[..., Any], kind: Kind, device
         is_backward=kind.word == "backward",
         is_inference=kind.word == "inference",
         saved_outputs=saved,
+        talks=talks(part.nodes),
         compiled=kind.number,
     )

@@ -33,6 +33,9 @@ HOST_READS = {
     "aten::equal", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::_pin_memory", "aten::record_stream",
 }  # fmt: skip
 
+# Namespaces of operators by which processes talk to each other.
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+
 COPIES = {"aten::_to_copy", "aten::copy_", "aten::copy", "prims::device_put"}
 
 # Reads of sizes, without their overloads.
@@ -145,6 +148,11 @@ def blocker_of(node: Node, reason: str, cause: str = "") -> Blocker:
     sources = nearest_first([node], lambda n: reversed(n.all_input_nodes))
     trace = next(filter(None, map(trace_of, sources)), None)
     return Blocker(reason, str(node.target), node.name, trace, cause=cause)
+
+
+def talks(nodes: Iterable[Node]) -> bool:
+    """Whether an operator of `nodes` sends something to other processes."""
+    return any(torch_cuda.is_operator(node.target) and node.target.namespace in COLLECTIVES for node in nodes)  # type: ignore[union-attr]
 
 
 def rebinds(node: Node) -> Node | None:

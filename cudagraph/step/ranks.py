@@ -28,7 +28,7 @@ import datetime
 import logging
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,25 @@ log = logging.getLogger("cudagraph")
 
 WORDS, BITS = 4, 62  # numbers that the ranks exchange beside the flags, and recordings in each
 MOST_RECORDINGS = WORDS * BITS
-COULD_RECORD, NOT_REFUSED = 1, 2  # flags
+COULD_RECORD, NOT_REFUSED, RENEWS = 1, 2, 4  # flags
 # Seconds that a rank waits for signs of life of others after an exchange failed: a store answers in milliseconds.
 SIGNS_OF_LIFE_S = 3.0
+
+
+class Common(NamedTuple):
+    """What all ranks know after an exchange.
+
+    Attributes:
+        numbers: of recordings that apply on all ranks, in order.
+        could_record: whether all ranks could record.
+        is_refused: whether a rank has refused the step.
+        renew: whether all ranks have reducers to make anew before this call.
+    """
+
+    numbers: list[int]
+    could_record: bool
+    is_refused: bool
+    renew: bool
 
 
 class Ranks:
@@ -57,7 +73,7 @@ class Ranks:
 
     def __init__(self, groups: Collection[Any], name: str) -> None:
         self._members = torch_distributed.ranks_of(groups)
-        self._groups, self._name, self._calls = groups, name, 0
+        self.groups, self._name, self._calls = groups, name, 0
         self._limit = torch_distributed.timeout_of_default_group()
         self._watchdog: Watchdog | None = None
         self.recordings = 0  # how many the ranks have made together
@@ -72,17 +88,17 @@ class Ranks:
             raise self._error(error) from error
 
     def shared(
-        self, applying: Collection[int], *, could_record: bool, is_refused: bool
-    ) -> tuple[list[int], bool, bool]:
-        """Exchange what each rank could do. Returns the numbers of recordings that apply on all ranks, in order;
-        whether all could record; and whether one has refused the step."""
+        self, applying: Collection[int], *, could_record: bool, is_refused: bool = False, renews: bool = False
+    ) -> Common:
+        """Exchange what each rank could do; see `Common`."""
         self._calls += 1
-        words = [COULD_RECORD * could_record + NOT_REFUSED * (not is_refused), *[0] * WORDS]
+        flags = COULD_RECORD * could_record + NOT_REFUSED * (not is_refused) + RENEWS * renews
+        words = [flags, *[0] * WORDS]
         for number in applying:
             words[1 + number // BITS] |= 1 << number % BITS
         flags, *words = self._reduced(words, dist.ReduceOp.BAND)
         numbers = [i * BITS + bit for i, word in enumerate(words) for bit in range(BITS) if word >> bit & 1]
-        return numbers, bool(flags & COULD_RECORD), not flags & NOT_REFUSED
+        return Common(numbers, bool(flags & COULD_RECORD), not flags & NOT_REFUSED, bool(flags & RENEWS))
 
     def launched(self, cursor: Cursor) -> None:
         """Note that this call has launched its work on the current stream."""
@@ -98,7 +114,7 @@ class Ranks:
         error = self._error(RuntimeError("its collectives take longer than the timeout of the default group"))
         log.critical("%s", error)
         raise_in(thread, error)  # which runs no Python code as long as it waits for the device
-        torch_distributed.abort(self._groups)
+        torch_distributed.abort(self.groups)
 
     def highest(self, value: int) -> int:
         """The highest `value` of all ranks."""

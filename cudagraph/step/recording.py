@@ -191,14 +191,22 @@ def parallel(host: HostState) -> str | None:
     for replica in replicas:
         if reason := reason_against_replica(replica):
             return f"its DistributedDataParallel can't be captured: {reason}"
+    if (reason := reason_against_new_reducers(replicas)) is not None:
+        return reason
+    if (backend := uncounted_backend()) is not None:
+        return f"the backend {backend!r} of a group of processes does not count collectives: does the step have any?"
+    return None
+
+
+def reason_against_new_reducers(replicas: Sequence[Any]) -> str | None:
+    """Why reducers of replicated models must stay: something else is on nodes that they would replace."""
+    for replica in replicas:
         parameters = dict(replica.named_parameters())
         for name, x in parameters.items():
             if is_referenced(x):
                 return why_referenced(name)
         if (reason := why_shared(parameters, replicas)) is not None:
             return reason
-    if (backend := uncounted_backend()) is not None:
-        return f"the backend {backend!r} of a group of processes does not count collectives: does the step have any?"
     return None
 
 

@@ -16,18 +16,17 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
-from ..graph.blockers import COPIES, CPU, HOST_READS, is_host_operator, name_of, tensors_in
+from ..graph.blockers import COLLECTIVES, COPIES, CPU, HOST_READS, is_host_operator, name_of, tensors_in
 from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture
 from .numbers import settled
 from .users_code import OUR_OWN, is_users
 
-COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 ON_THE_HOST = ("::barrier", "::monitored_barrier_", "::send", "::recv_", "::recv_any_source_")
 INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index")
 # Without dropout, attention returns its unused seed and offset on the CPU.
@@ -162,7 +161,15 @@ def users_line(trace: TracebackType | None = None) -> str:
 
     If an installed package was called there, its innermost line stands first.
     """
-    frames = traceback.walk_tb(trace) if trace is not None else reversed([*traceback.walk_stack(None)])
+    return _users_line(traceback.walk_tb(trace) if trace is not None else reversed([*traceback.walk_stack(None)]))
+
+
+def users_line_of(frame: FrameType) -> str:
+    """The same for the stack that ends in `frame`, of another thread."""
+    return _users_line(reversed([*traceback.walk_stack(frame)]))
+
+
+def _users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     lines: list[str] = []
     for frame, number in frames:
         file = frame.f_code.co_filename

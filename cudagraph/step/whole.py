@@ -31,6 +31,7 @@ from ..settling import unsettled_count
 from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
 from ..torch_private.distributed import (
+    are_there,
     call_before_groups_end,
     forget_backward,
     is_timed,
@@ -50,7 +51,16 @@ from .host import CannotCompare, HostState
 from .inputs import arguments_of, changing_number, flat_arguments, key_of, objects_in, reason_against
 from .outputs import ChangesValue
 from .ranks import MOST_RECORDINGS, Ranks
-from .recording import CaptureRequest, StepRecording, Unforeseen, make_capturable, parallel, parameters_of, record_step
+from .recording import (
+    CaptureRequest,
+    StepRecording,
+    Unforeseen,
+    make_capturable,
+    parallel,
+    parameters_of,
+    reason_against_new_reducers,
+    record_step,
+)
 from .watch import users_line
 from .ways import AsItIs, FailedCapture, Record, Refuse, Replay, WarmUp, Way
 
@@ -119,7 +129,7 @@ class WholeStep:
         self._last_gradients: LastGradients = {}
 
     def _drop_recordings(self) -> None:
-        for recording in self._every_recording():
+        for recording in self.every_recording():
             recording.close()
         self.latest, self.recordings = None, {}
         self.warm.clear()
@@ -165,15 +175,20 @@ class WholeStep:
             if run_as_they_are():  # a part of a step around it
                 return self._as_it_is(flat, spec)
             key = key_of(flat, spec)
+            if self.talks_in and not are_there(self.talks_in):
+                self._leave_groups()
             alone = self.ranks is None and not self.talks_in
             if alone and self.latest is not None and self.latest.applies(key, flat):
                 return self.latest.replay(flat)
             if self.talks_in and self.ranks is None:
                 self.ranks = Ranks(self.talks_in, self.name)
-            if self.old_reducers_of:
+            renews, ranks = bool(self.old_reducers_of), self.ranks  # models that an earlier call has found
+            way = self._before_new_reducers(self._way(key, flat)) if renews else self._way(key, flat)
+            if ranks is not None:
+                way = self._common_way(way, key, flat, renews=renews)
+            elif renews and not isinstance(way, Refuse):
                 self._make_reducers_anew()
-            way, ranks = self._way(key, flat), self.ranks
-            result = self._follow(way if ranks is None else self._common_way(way, key, flat), key, flat, spec)
+            result = self._follow(way, key, flat, spec)
             if ranks is not None and self.cursor is not None:
                 ranks.launched(self.cursor)
             return result
@@ -187,30 +202,41 @@ class WholeStep:
         if isinstance(way, WarmUp):
             return self._warm_up_for(way, key, flat, spec)
         if isinstance(way, Refuse):
+            self.old_reducers_of = []  # no call needs others
             return self._refuse(way.reason, flat, spec, on_all_ranks=way.on_all_ranks)
         return self._skip(way.reason, flat, spec) if way.reason else self._as_it_is(flat, spec)
 
-    def _common_way(self, way: Way, key: tuple[Any, ...], flat: Sequence[Any]) -> Way:
-        """The way that all ranks go, which know each other's ways now. See ranks.py."""
+    def _before_new_reducers(self, way: Way) -> Way:
+        """The way of a call before which models get new reducers: those are not recorded yet."""
+        if (reason := reason_against_new_reducers(self.old_reducers_of)) is not None:
+            return Refuse(reason)
+        return AsItIs() if isinstance(way, (Replay, Record)) else way
+
+    def _common_way(self, way: Way, key: tuple[Any, ...], flat: Sequence[Any], *, renews: bool) -> Way:
+        """The way that all ranks go, which know each other's ways now. See ranks.py.
+
+        `renews`: whether this rank has reducers to make anew. That changes what a reducer sends, so all ranks do it
+        before the same call, or none does.
+        """
         assert self.ranks is not None
         refused = way.reason if isinstance(way, Refuse) else self.refused
         can_run = isinstance(way, (Replay, Record)) and self.ranks.recordings < MOST_RECORDINGS
         by_number = self._applying(way, key, flat)
-        shared, all_could_record, is_refused = self.ranks.shared(
-            by_number, could_record=can_run, is_refused=bool(refused)
-        )
-        if is_refused:
+        common = self.ranks.shared(by_number, could_record=can_run, is_refused=bool(refused), renews=renews)
+        if common.is_refused:
             rank, reason = self.ranks.first(refused or None)
             return Refuse(reason if refused else f"on rank {rank}, {reason}", on_all_ranks=True)
+        if common.renew:
+            self._make_reducers_anew()
         host = way.host if isinstance(way, Record) else None
-        if all_could_record and not shared:  # look once more, at what takes a snapshot of the host values
+        if common.could_record and not common.numbers:  # look once more, at what takes a snapshot of the host values
             with contextlib.suppress(CannotCompare):  # the others wait in the exchange; the next call says why
                 host = host or self._host()
             by_number = {} if host is None else self._applying(way, key, flat, host)
-            shared, all_could_record, _ = self.ranks.shared(by_number, could_record=host is not None, is_refused=False)
-        if shared:
-            return Replay(by_number[shared[0]])
-        if host is not None and all_could_record:
+            common = self.ranks.shared(by_number, could_record=host is not None)
+        if common.numbers:
+            return Replay(by_number[common.numbers[0]])
+        if host is not None and common.could_record:
             return Record(host)
         return AsItIs() if isinstance(way, (Replay, Record)) else way
 
@@ -318,8 +344,9 @@ class WholeStep:
             self.numbers, changed = self.numbers | changed.keys(), {}
         if changed.keys() <= self.outputs:  # None now, in the place of what the step stores there
             changed = {}
-        if not changed and count >= self.options.warmup_steps and not any(map(is_timed, replicas_in(host.objects()))):
-            return Record(host)
+        waits = bool(self.old_reducers_of) or any(map(is_timed, replicas_in(host.objects())))
+        if not changed and count >= self.options.warmup_steps and not waits:
+            return Record(host) if (reason := parallel(host)) is None else Refuse(reason)
         if changed:
             path = min(changed, key=lambda path: path in host.places)  # what is no number, if anything
             what = f"{path} changes between calls: {changed[path]}"
@@ -369,7 +396,7 @@ class WholeStep:
 
     def _watch_later_gradients(self) -> None:
         """Have each recording watch the gradients of later recordings, which may lie where it writes to."""
-        every = self._every_recording()
+        every = self.every_recording()
         for recording in every:
             pool, avoided = recording.pool, recording.gradients_in_use
             others = [other for other in every if other is not recording and other.pool is pool]
@@ -377,11 +404,12 @@ class WholeStep:
             orphans = [storage for of, storage, _ in self._left if of is pool and storage not in avoided]
             recording.gradients.require_free(slots, orphans)
 
-    def _every_recording(self) -> list[StepRecording]:
+    def every_recording(self) -> list[StepRecording]:
+        """All recordings that it has."""
         return [recording for known in self.recordings.values() for recording in known]
 
     def _hosts(self) -> list[HostState]:
-        return [*(one.host for one in self._every_recording()), *(host for host, _ in self.warm.values())]
+        return [*(one.host for one in self.every_recording()), *(host for host, _ in self.warm.values())]
 
     def _remember(self, objects: Mapping[str, Any]) -> bool:
         """Have modules and the like among the arguments compared from now on. Returns whether there are new ones."""
@@ -405,6 +433,7 @@ class WholeStep:
             if isinstance(made, StepRecording):
                 return self._keep(made, key).replay(flat)
             self.old_reducers_of = replicas_in(host.objects())
+            on_streams_of_captures.difference_update(self.old_reducers_of)
             for model in self.old_reducers_of:
                 forget_backward(model)
             if not made.again:
@@ -434,7 +463,7 @@ class WholeStep:
         pool = self._opened_pool()
         self._left = [entry for entry in self._left if not entry[1].expired()]
         orphans = {storage: address for of, storage, address in self._left if of is pool}
-        every = [one for one in self._every_recording() if one.pool is pool]
+        every = [one for one in self.every_recording() if one.pool is pool]
         run, update = (self._forward_backward, self.update) if self.update_refused else (self._all, None)
         return CaptureRequest(
             pool=pool,
@@ -521,8 +550,13 @@ class WholeStep:
                 make_reducer_anew(model)
             on_streams_of_captures.add(model)
 
+    def _leave_groups(self) -> None:
+        """Forget groups that are gone, and recordings that talk in them. The next calls find out anew."""
+        self.reset()
+        self.ranks, self.talks_in = None, []
+
     def _keep(self, recording: StepRecording, key: tuple[Any, ...]) -> StepRecording:
-        if self.ranks is not None or recording.talks:
+        if recording.talks:  # also in a group of one
             call_before_groups_end(free_steps_that_talk)
         counters.add("recordings")
         counters.add("rerecordings", bool(self.recordings.get(key)))
@@ -606,6 +640,8 @@ class WholeStep:
         yield
         if before:
             self.talks_in = [group for group, count in sequence_numbers().items() if before.get(group) != count]
+            if self.talks_in:
+                call_before_groups_end(free_steps_that_talk)
 
     def _as_it_is(self, flat: Sequence[Any], spec: Any) -> Any:
         with self._noting_collectives():
@@ -655,9 +691,8 @@ def free_steps_that_talk() -> None:
     """Free the recordings of steps with collectives. NCCL ends a communicator only when no graph uses it any more:
     `torch.distributed.destroy_process_group()` would wait for ever."""
     for step in list(every_step):
-        if step.ranks is not None or any(one.talks for one in step._every_recording()):
-            step.reset()
-            step.ranks, step.talks_in = None, []  # groups that are gone
+        if step.ranks is not None or step.talks_in or any(one.talks for one in step.every_recording()):
+            step._leave_groups()
 
 
 def reset() -> None:

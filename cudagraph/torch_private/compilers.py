@@ -306,6 +306,11 @@ def mutated_inputs(code: Any) -> tuple[int, ...]:
     return tuple(sorted(code.mutated_input_idxs))
 
 
+def calls_collectives(code: Any) -> bool:
+    """Whether Inductor's code calls an operator by which processes talk to each other."""
+    return "c10d" in code.source_code
+
+
 def constants_of(code: Any) -> tuple[torch.Tensor, ...]:
     return tuple(c for c in (code.constants or {}).values() if isinstance(c, torch.Tensor))
 

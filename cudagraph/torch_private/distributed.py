@@ -107,6 +107,12 @@ def uncounted_backend() -> str | None:
     return next((dist.get_backend(group) for group in found), None)
 
 
+def are_there(groups: Collection[Any]) -> bool:
+    """Whether none of `groups` was destroyed."""
+    known = need("torch.distributed.distributed_c10d._world").pg_map if dist.is_available() else {}
+    return all(group in known for group in groups)
+
+
 def ranks_of(groups: Collection[Any]) -> list[int]:
     """The ranks of a group, or those of the default group if there are several."""
     members = [set(dist.get_process_group_ranks(group)) for group in groups]

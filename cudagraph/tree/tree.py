@@ -29,6 +29,7 @@ import torch
 
 from .. import counters
 from ..torch_private import cuda as torch_cuda
+from ..torch_private.distributed import call_before_groups_end
 from .capture import CannotCapture, NotWarmError
 from .driver import CaptureDriver, Pool
 from .function import Function, log
@@ -49,6 +50,7 @@ captures_under_way = 0
 # Finalizers run wherever the garbage collector does. That may be inside a capture, which would record the copies that
 # closing makes, inside a compiler that traces with fake tensors, or in a thread that the tree does not belong to.
 to_close: deque[Tree] = deque()
+trees_that_talk: weakref.WeakSet[Tree] = weakref.WeakSet()  # with a recording that has collectives
 
 
 class Failure:
@@ -212,6 +214,9 @@ class Tree(Cursor):
             record_in_place = functools.partial(below_autograd, self._record_in_place)
             recording.edge = node.edges[key] = StableInputProbe(recording, record_in_place)
         state.moves.recorded(recording, static)
+        if function.piece.talks:
+            trees_that_talk.add(self)
+            call_before_groups_end(free_trees_that_talk)
         function.failed_captures = 0
         state.keys.add(key)
         state.awaiting_second_warmup.discard(key)
@@ -418,6 +423,12 @@ class Tree(Cursor):
         if not self.root.children:
             self._release_pool()
 
+    def close_keeping_outputs(self) -> None:
+        """`close`; tensors that the program still holds are copied out."""
+        for slot in self.path_end.live:
+            slot.copies = True
+        self.close()
+
     def close(self, inputs: list[Any] | None = None) -> None:
         """Forget everything and give the memory back; calls record again, and warm up unless the pool was broken."""
         self.end_step(inputs or [])
@@ -470,6 +481,13 @@ def one_capture() -> Iterator[None]:
                     gc.enable()
     finally:
         close_pending()
+
+
+def free_trees_that_talk() -> None:
+    """Free trees with collectives before their groups of processes end: NCCL would wait for their graphs for ever."""
+    for tree in list(trees_that_talk):
+        tree.close_keeping_outputs()
+    trees_that_talk.clear()
 
 
 def close_later(tree: Tree) -> None:

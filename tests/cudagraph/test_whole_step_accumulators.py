@@ -15,6 +15,7 @@ from whole_steps import Net, batches, sgd
 
 import cudagraph
 from cudagraph.step.accumulators import is_alive, is_referenced, renew
+from cudagraph.tree import dispatch
 
 
 def kept_loss_and_step(device, model=None):
@@ -151,6 +152,27 @@ def test_a_model_whose_parameters_another_replicated_model_has(device, process_g
     assert sum(exchanged) == 4 * sum(p.numel() for p in net.parameters())
 
 
+@pytest.mark.parametrize("when", [1, 5])
+def test_a_hook_that_comes_between_two_calls(device, process_group, when):
+    """On a node that a new reducer would replace after the first call, or that the capture would have later."""
+    net, kept, _ = kept_loss_and_step(device)
+    replicated, calls = nn.parallel.DistributedDataParallel(net), []
+
+    def run(x, y):
+        net.zero_grad()
+        loss = F.mse_loss(replicated(x), y)
+        loss.backward()
+        return loss.detach()
+
+    step = cudagraph.whole_step(run)
+    for i, (x, y) in enumerate(batches(device, 16)):
+        if i == when:
+            get_gradient_edge(net.last.bias).node.register_hook(lambda *_: calls.append(1))
+        step(x, y)
+    assert "accumulates the gradient of" in step.refused and len(calls) == 16 - when
+    assert cudagraph.stats()["recordings"] == 0 and kept
+
+
 def test_frozen_objects_are_searched_for_replicated_models(device, process_group):
     net, kept, run = kept_loss_and_step(device)
     replicated = nn.parallel.DistributedDataParallel(net)
@@ -220,12 +242,40 @@ def test_a_step_that_became_garbage_is_not_freed_in_the_capture_of_another(devic
     other.step(*data[0])
     for x, y in data:
         garbage.step(x, y)
-    (recording,) = garbage.step._every_recording()
+    (recording,) = garbage.step.every_recording()
     graph = weakref.ref(recording.graph)
     del garbage, recording
     assert graph() is not None
     other.step(*data[1])
     assert other.step.refused == "" and cudagraph.stats()["replays"] == 3
+
+
+def test_trees_with_collectives_are_freed_before_their_group_ends(place):
+    """What the program still holds of them stays as it is. Other trees keep their recordings."""
+    from torch.distributed import _functional_collectives as functional
+
+    def talks(x):
+        return functional.all_reduce(x * 2, "sum", torch.distributed.group.WORLD) + 1
+
+    def is_silent(x):
+        return (x * 3).sin()
+
+    x = torch.arange(4.0, device=place.device)
+    with torch.no_grad():
+        for silent in (True, False):
+            torch._dynamo.reset()
+            cudagraph.reset()
+            with group_of_one(place.device.type):
+                run = torch.compile(is_silent if silent else talks, backend=place.backend())
+                for _ in range(4):
+                    out = run(x)
+                before = cudagraph.stats()["recordings"]
+            if not silent:
+                assert torch.equal(out, x * 2 + 1)
+            else:
+                run(x)
+            recordings = [tree.root.children for trees in dispatch.every_thread for tree in trees.values()]
+            assert before == 1 and any(recordings) is silent
 
 
 def test_graphs_with_collectives_are_freed_before_their_group_ends(device):

@@ -16,7 +16,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import WIDTH, blocks, device_type, run_ranks
+from ranks import WIDTH, blocks, device_type, leave_group, run_ranks
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -237,6 +237,65 @@ def refused_on_one_rank(rank):
     step = cudagraph.whole_step(ours, loss_fn, optimizers[0])
     compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank)
     assert "settings[0]" in step.refused and ("on rank 1" in step.refused) == (rank == 0)
+
+
+def refused_in_the_first_call(rank):
+    """One rank refuses before the models get new reducers, which would send more than old ones: none gets any."""
+    ours, eager = models()
+    optimizers = sgd(ours), sgd(eager)
+
+    class Raises:
+        @property
+        def __dict__(self):
+            raise ValueError("planted")
+
+    if rank == 1:
+        ours.module.raises = Raises()
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0])
+    compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank, steps=5)
+    assert "planted" in step.refused and ("on rank 1" in step.refused) == (rank == 0)
+
+
+def own_step_in(group, model, optimizer):
+    def step(x, y):
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad, group=group[0])
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def group_ends(rank):
+    """After the first call, and after the first recording, the group is replaced by another one."""
+    ours = model()
+    eager, groups = copy.deepcopy(ours), [dist.new_group([0, 1])]
+    step = cudagraph.whole_step(own_step_in(groups, ours, sgd(ours)))
+    expected = own_step_in(groups, eager, sgd(eager))
+    for count, replays in ((1, 0), (4, 2), (5, 5)):
+        compare(step, expected, ours, eager, rank, steps=count)
+        assert step.refused == "" and cudagraph.stats()["replays"] >= replays
+        dist.destroy_process_group(groups.pop())
+        groups.append(dist.new_group([0, 1]))
+
+
+def all_groups_end(rank):
+    """As where a program that has lost a rank begins anew, after the first call and after the first exchange."""
+    ours, world = model(), [None]
+    eager = copy.deepcopy(ours)
+    step, expected = cudagraph.whole_step(own_step_in(world, ours, sgd(ours))), own_step_in(world, eager, sgd(eager))
+    for count in (1, 2, 5):
+        compare(step, expected, ours, eager, rank, steps=count)
+        meet = [tempfile.mktemp() if rank == 0 else ""]
+        dist.broadcast_object_list(meet)
+        backend = dist.get_backend()
+        dist.barrier()
+        leave_group()
+        dist.init_process_group(backend, init_method=f"file://{meet[0]}", rank=rank, world_size=2)
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 3
 
 
 def local_step(rank):
@@ -492,8 +551,9 @@ def gone(rank):
 
 CASES = (
     ddp, ddp_views, ddp_no_sync, ddp_accumulate, ddp_hook, other_shapes, own_collective, fails_on_one_rank,
-    refused_on_one_rank, local_step, talks_each_fourth_call, talks_later, uncounted, find_unused, fsdp, fsdp_mixed,
-    fsdp_own_step, fsdp_schedule, fsdp_fails, fsdp_saved_and_loaded, fsdp_events, tensor_parallel, timed_again, gone,
+    refused_on_one_rank, refused_in_the_first_call, group_ends, local_step, talks_each_fourth_call, talks_later,
+    uncounted, find_unused, fsdp, fsdp_mixed, fsdp_own_step, fsdp_schedule, fsdp_fails, fsdp_saved_and_loaded,
+    fsdp_events, tensor_parallel, timed_again, all_groups_end, gone,
 )  # fmt: skip
 
 
