@@ -21,6 +21,7 @@ from .graph.blockers import Blocker, register_host_operator
 from .options import Options
 from .placeholder import PlaceholderInfo, placeholder_info
 from .step.decorator import whole_step
+from .step.waits import StepExplanation, Wait
 from .tree.capture import Capture, capturing
 from .tree.dispatch import mark_step_begin
 
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Blocker", "Capture", "CudaGraphError", "ExplainedPart", "Explanation", "NotCapturableError", "OptionError",
-    "Options", "PlaceholderInfo", "Policy", "RanksError", "StaleOutputError", "UnsupportedTorchError", "capturing",
-    "cudagraph_tree", "explain", "mark_step_begin", "placeholder_info", "register_host_operator", "reset", "stats",
-    "whole_step",
+    "Options", "PlaceholderInfo", "Policy", "RanksError", "StaleOutputError", "StepExplanation",
+    "UnsupportedTorchError", "Wait", "capturing", "cudagraph_tree", "explain", "mark_step_begin", "placeholder_info",
+    "register_host_operator", "reset", "stats", "whole_step",
 ]  # fmt: skip
 
 

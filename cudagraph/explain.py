@@ -2,7 +2,7 @@
 
 fn, args --Dynamo, AOTAutograd--> forward, backward or inference graphs --prepare_and_analyse--> Explanation
 
-The backend calls the same function, so what is explained is what happens.
+The backend calls the same function, so what is explained is what happens. A whole step is explained by step/waits.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from .graph.partition import Part
 from .graph.snapshots import partition
 from .options import Options
 from .placeholder import source_line, trace_of
+from .step.waits import StepExplanation, explain_step
+from .step.whole import WholeStep
 from .torch_private import compilers
 from .torch_private.cuda import boxed
 from .tree.driver import CaptureDriver, cuda_driver
@@ -87,13 +89,18 @@ def _line(part: ExplainedPart) -> str:
     return f"  {kind} {part.op_count:4} operator{'' if part.op_count == 1 else 's'}  {where}".rstrip()
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation | StepExplanation:
     """Explain which parts of `fn(*args, **kwargs)` `torch.compile(fn, backend="cudagraph_tree")` would capture.
 
     Forward and backward graphs are analysed, and each blocker comes with its reason. `fn` runs once, uncaptured, with
     its side effects; no backward runs. With Inductor the parts may differ, because it cuts its own code. The blockers
     are the same.
+
+    If `fn` is a whole step, it is called once as it is, which is a real step, and what is explained is how long the
+    device waited for the host, and in which lines. Call it a few times before: first calls compile and warm up.
     """
+    if isinstance(fn, WholeStep):
+        return explain_step(fn, args, kwargs)
     return explain_with(cuda_driver(), fn, args, kwargs)
 
 

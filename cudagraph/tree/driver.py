@@ -184,6 +184,14 @@ class CaptureDriver:
             now.wait_stream(before)
         return now
 
+    def looks_at(self, device: torch.device | None) -> tuple[Callable[[], bool], Callable[[], None]]:
+        """Two functions for any thread: whether all is done that the current stream was given; and one that waits for
+        the device. None: the current device. Where there is none, nothing waits."""
+        if not torch.cuda.is_available():
+            return lambda: False, lambda: None
+        stream = torch.cuda.current_stream(device)
+        return stream.query, functools.partial(torch.cuda.synchronize, stream.device)
+
     let_wait = staticmethod(torch.cuda.Stream.wait_stream)  # a stream waits for what another has been given so far
     launcher = staticmethod(torch_cuda.bare_replay)  # the fastest function that replays a graph
     poison = staticmethod(torch_cuda.poison)

@@ -408,6 +408,7 @@ class Simulator:
         self.warming: list[WarmPool] = []  # those that allocations are routed to
         self.warm_pools: list[weakref.ref[WarmPool]] = []
         self.leaves: list[torch.Tensor] = []  # of the step that is captured next
+        self.is_idle = True  # operators are done when they return
         self.refusal: str | None = None  # why nothing can be captured
 
     def open_pool(self, device: torch.device) -> Arena:
@@ -429,6 +430,9 @@ class Simulator:
     def order_streams(self, device: torch.device, before: Any) -> Any:
         self.ordered.append((before, self.current_stream))
         return self.current_stream
+
+    def looks_at(self, device: torch.device | None) -> tuple[Callable[[], bool], Callable[[], None]]:
+        return lambda: self.is_idle, lambda: None
 
     def let_wait(self, stream: Any, other: Any) -> None:
         self.ordered.append((other, stream))
