@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fuzz_whole_step
 import pytest
+import torch.distributed as dist
 from fuzz_whole_step import World
 
 from cudagraph.step.gradients import Gradients
@@ -37,6 +38,13 @@ def test_programs_are_as_in_eager(world):
 
 def test_programs_that_once_differed(world):
     assert fuzz_whole_step.run_seeds(KEPT, world)["wrong"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+def test_programs_of_two_ranks():
+    found = fuzz_whole_step.run_two_ranks(0, 12, 200)
+    assert found["wrong"] == [] and found["programs"] == 12 and found["counts"]["replays"] > 0
 
 
 DELETIONS = {

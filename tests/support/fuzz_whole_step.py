@@ -3,10 +3,14 @@
 python tests/support/fuzz_whole_step.py --count 10000                        on the simulator; prints what differed
 python tests/support/fuzz_whole_step.py --device cuda --workers 16 --seconds 120 --count 1000000
 python tests/support/fuzz_whole_step.py --first 4711 --count 1 --trace       one program, with what it does
+python tests/support/fuzz_whole_step.py --ranks --count 1000                 two processes; stops at the first error
 
 A program is a model, an optimizer, a form of the step, and some calls. Before each call something may change on the
 host; in the call the step may raise, or a capture may fail at any point. After each call everything is compared:
 results, parameters, buffers, gradients, random states, options of the model and the optimizer's state.
+
+With `--ranks` two processes run each program together, connected by Gloo, and average gradients. What changes on the
+host is the same on both; batches, and captures that fail, are of each rank alone.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ import gc
 import json
 import logging
 import os
+import pathlib
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +33,9 @@ from typing import Any
 import capture_simulator
 import pytest
 import torch
+import torch.distributed as dist
 from failing_captures import POINTS, FailingDriver, Fault, Interrupt
+from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 from whole_steps import Planted, copied, eager_step, on_simulator
@@ -35,7 +43,12 @@ from whole_steps import Planted, copied, eager_step, on_simulator
 import cudagraph
 from cudagraph.step import whole
 
-VALUES = [0.5, 0.25, 0.0625, 0.03125]  # powers of two: a learning rate on the device, in float32, is bitwise the host's
+VALUES = [0.5, 0.3, 0.07, 0.03125]
+POWERS = [0.5, 0.25, 0.0625, 0.03125]  # on CUDA a fused SGD has its learning rate in float32
+
+
+PROGRAMS_OF_A_PAIR = 100  # that two processes run, because each of them makes a group, and groups stay
+LIMIT_OF_A_PAIR_S = 1200.0
 
 
 class Net(nn.Module):
@@ -128,8 +141,9 @@ class Side:
         self.numbers: Any = None  # a generator on the host that the step draws from
 
 
-def function_of(side: Side, form: str, on_host: str) -> Callable[..., Any]:
-    """A step of the user's own. `on_host`: what it does there besides, which a replay would not."""
+def function_of(side: Side, form: str, on_host: str, *, talks: bool = False) -> Callable[..., Any]:
+    """A step of the user's own. `on_host`: what it does there besides, which a replay would not. `talks`: whether it
+    averages gradients over the ranks."""
     model, optimizers = side.model, side.optimizers
     first, to_none = "first" in form, "none" in form
     if on_host == "schedules":
@@ -149,6 +163,11 @@ def function_of(side: Side, form: str, on_host: str) -> Callable[..., Any]:
         if side.numbers is not None:
             loss = loss * side.numbers.choice(VALUES)
         loss.backward()
+        if talks:
+            for p in model.parameters():
+                if p.grad is not None:
+                    dist.all_reduce(p.grad)
+                    p.grad.mul_(0.5)
         if "adds" not in form:
             for each in (*optimizers, *side.schedulers):
                 each.step()
@@ -262,9 +281,11 @@ CHANGES: list[Callable[[Side, float], Any]] = [
 class World:
     """Where programs run."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, rank: int | None = None) -> None:
+        """`rank`: of this process, if two run each program together."""
         self.patch = pytest.MonkeyPatch()
-        self.kind = kind
+        self.kind, self.rank = kind, rank
+        self.values = POWERS if kind == "cuda" else VALUES
         if kind == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -289,6 +310,10 @@ class Program:
         choose = self.choose
         make = choose.choice(OPTIMIZERS)
         form = choose.choice(FORMS)
+        # What each rank chooses by itself, and whether the step talks.
+        self.own = choose if world.rank is None else random.Random(seed * 2 + world.rank)
+        talks = world.rank is not None and (form == "parts" or seed % 4 > 0)
+        form = "function, none" if form == "parts" and talks else form
         clip, accumulate = choose.choice([None, 0.5]), choose.choice([1, 1, 3])
         can_scale = make in OPTIMIZERS[1:3] and form == "parts"
         scaled = can_scale and choose.random() < 0.4
@@ -310,8 +335,8 @@ class Program:
             self.expected = eager_step(side.model, F.mse_loss, side.optimizers, side.scaler, clip, accumulate)
         else:
             on_host = random.Random(~seed).choice(["", "", "", "", "schedules", "draws"])
-            self.step = cudagraph.whole_step(function_of(self.ours, form, on_host), options=self.options)
-            self.expected = function_of(self.eager, form, on_host)
+            ours, self.expected = (function_of(side, form, on_host, talks=talks) for side in sides)
+            self.step = cudagraph.whole_step(ours, options=self.options)
         self.often, self.faulty = choose.choice([0.1, 0.3, 0.9]), choose.choice([0.0, 0.0, 0.3])
         self.sizes = [6, choose.choice([6, 7])]
         self.done: list[Any] = [form, self.sizes, self.options]
@@ -329,7 +354,7 @@ class Program:
             if self.choose.random() < self.often:
                 self.change()
             for side in (self.ours, self.eager) if self.schedule else ():
-                scheduled(side, self.schedule, VALUES[i % len(VALUES)])
+                scheduled(side, self.schedule, self.world.values[i % len(VALUES)])
             self.call(i)
         for ours, expected in self.results:
             same(ours, expected, "a result, later")
@@ -341,7 +366,7 @@ class Program:
             print(*what)
 
     def change(self) -> None:
-        number, value = self.choose.randrange(len(CHANGES) + 1), self.choose.choice(VALUES)
+        number, value = self.choose.randrange(len(CHANGES) + 1), self.choose.choice(self.world.values)
         self.note("change", number, value)
         if number == len(CHANGES):
             cudagraph.reset()
@@ -350,21 +375,22 @@ class Program:
             CHANGES[number](side, value)
 
     def call(self, i: int) -> None:
-        choose, device = self.choose, self.world.device
-        size, raises = choose.choice(self.sizes), choose.random() < 0.05
-        generator = torch.Generator().manual_seed(choose.randrange(100))
+        choose, own, device = self.choose, self.own, self.world.device
+        size, raises = own.choice(self.sizes), choose.random() < 0.05
+        generator = torch.Generator().manual_seed(own.randrange(100))
         x, y = (torch.randn(size, n, generator=generator) for n in (4, 2))
         x, y = x.to(device), y.to(device)
         if choose.random() < 0.05:
             x = x.t().contiguous().t()
         autocast = choose.random() < 0.05
         fault = None
-        if choose.random() < self.faulty:
-            errors = [RuntimeError("planted"), torch.OutOfMemoryError("planted"), Interrupt()]
-            if choose.random() < 0.1:
+        if own.random() < self.faulty:
+            errors = [RuntimeError("planted"), torch.OutOfMemoryError("planted")]
+            errors += [Interrupt()] if self.world.rank is None else []  # a rank that is interrupted misses a call
+            if own.random() < 0.1:
                 errors = [self.world.driver.not_permitted()]
-            point = choice_of_points(choose)
-            fault = Fault(point, choose.randrange(40) if point == "operator" else 0, choose.choice(errors))
+            point = choice_of_points(own)
+            fault = Fault(point, own.randrange(40) if point == "operator" else 0, own.choice(errors))
         self.world.driver.armed(fault)
         self.note("call", i, size, "raises" if raises else "", "autocast" if autocast else "", fault)
         found = []
@@ -498,6 +524,38 @@ def run_seeds(seeds: Sequence[int], world: World, *, seconds: float = float("inf
     return {"programs": done, "different": len(wrong), "seconds": passed, "counts": totals, "wrong": wrong[:20]}
 
 
+def run_as_rank(rank: int, folder: str, first: int, count: int) -> None:
+    """Run programs together with the other rank, until one is different from eager mode."""
+    logging.getLogger("cudagraph").setLevel(logging.CRITICAL)
+    world = World("simulator", rank)
+    totals: dict[str, Any] = {"programs": 0, "different": 0, "counts": {}, "wrong": []}
+    for seed in range(first, first + count):
+        result = run_seeds([seed], world)
+        for name in ("programs", "different", "wrong"):
+            totals[name] += result[name]
+        for name, number in result["counts"].items():
+            totals["counts"][name] = totals["counts"].get(name, 0) + number
+        (pathlib.Path(folder) / f"result{rank}").write_text(json.dumps(totals))
+        if result["different"]:
+            raise AssertionError(result["wrong"])
+
+
+def run_two_ranks(first: int, count: int, seconds: float) -> Any:
+    begin, done, wrong, counts = time.monotonic(), 0, [], {}
+    while done < count and not wrong and time.monotonic() - begin < seconds:
+        with tempfile.TemporaryDirectory() as name:
+            folder, some = pathlib.Path(name), min(PROGRAMS_OF_A_PAIR, count - done)
+            ended = run_ranks(run_as_rank, folder, name, first + done, some, limit_s=LIMIT_OF_A_PAIR_S)
+            results = [json.loads((folder / f"result{rank}").read_text()) for rank in range(2)]
+        wrong = [error for each in results for error in each["wrong"]]
+        if any(each.exit_code != 0 for each in ended):
+            wrong.append(str(ended)[:300])
+        done += results[0]["programs"]
+        counts = {name: counts.get(name, 0) + number for name, number in results[0]["counts"].items()}
+    passed = round(time.monotonic() - begin, 1)
+    return {"programs": done, "different": len(wrong), "seconds": passed, "counts": counts, "wrong": wrong, "ranks": 2}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
@@ -505,10 +563,13 @@ def main() -> int:
     parser.add_argument("--device", choices=["simulator", "cuda"], default="simulator")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--workers", type=int, default=1, help="processes that share the seeds")
+    parser.add_argument("--ranks", action="store_true", help="two processes run each program together")
     parser.add_argument("--trace", action="store_true", help="print what programs do; stop at the first error")
     options = parser.parse_args()
     top = {"device": options.device, "torch": torch.__version__, "command": " ".join(sys.argv), "first": options.first}
-    if options.workers == 1:
+    if options.ranks:
+        result = run_two_ranks(options.first, options.count, options.seconds)
+    elif options.workers == 1:
         if not options.trace:
             logging.getLogger("cudagraph").setLevel(logging.CRITICAL)
         torch.set_num_threads(1)
