@@ -6,7 +6,7 @@ on the CPU: --stream of their own--> staged --the same copy-->      while the gr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..tree.function import key_value
 from ..tree.liveness import copy_preserving_layout, destinations_of
 from .host import DECLARED, Scheduler
 
+MOST_BY_CHANCE = 4  # calls that may differ in a shape and in a number
 OBJECTS = (*DECLARED, Scheduler)  # their state is compared, like that of variables of the step's functions
 
 
@@ -44,21 +45,23 @@ def key_of(flat: Sequence[Any], spec: Any) -> tuple[Any, ...]:
     ]
 
 
-def changing_number(key: tuple[Any, ...], others: Iterable[tuple[Any, ...]]) -> str | None:
-    """If `key` differs from all of `others` in one argument that is no tensor: text such as "input 1 is another int".
+def changing_value(key: tuple[Any, ...], others: Sequence[tuple[Any, ...]]) -> str | None:
+    """Text such as "input 1 is another int in each call", if an argument that is no tensor keeps calls apart.
 
-    None if it differs from one of them in anything else, such as a shape.
+    That is one that alone differs, or that was never the same in several calls. None if shapes differ, say.
     """
-    differing = set()
-    for other in others:
-        if len(other) != len(key):
-            return None
-        differing |= {i for i, (x, y) in enumerate(zip(key, other, strict=True)) if x != y}
-    if len(differing) != 1 or 0 in differing:
+    keys = [key, *others]
+    if len({*map(len, keys)}) != 1:
         return None
-    (i,) = differing
-    kind = key[i][0]  # see `key_value`; for a tensor it is a shape
-    return f"input {i - 1} is another {kind.__name__}" if isinstance(kind, type) else None
+    columns = [*zip(*keys, strict=True)]
+    differing = [i for i, values in enumerate(columns) if any(x != values[0] for x in values)]
+    for i in differing:
+        kind = key[i][0] if i else None  # see `key_value`; for a tensor it is a shape
+        alone = differing == [i] or (len(keys) > MOST_BY_CHANCE and len({*columns[i]}) == len(keys))
+        if isinstance(kind, type) and alone:
+            way_out = "number; give it as a tensor" if kind in (int, float) else "value; leave it out"
+            return f"input {i - 1} is another {kind.__name__} in each call, and a recording is for one {way_out}"
+    return None
 
 
 def objects_in(flat: Sequence[Any]) -> dict[str, Any]:

@@ -109,6 +109,14 @@ def _same(x: Any, y: Any) -> bool:
     return bool(x == y) and (x != 0 or str(x) == str(y))
 
 
+class NotTraced(CannotCapture):
+    """The step uses the number at `path` where nobody can put a tensor in its place."""
+
+    def __init__(self, path: str, how: str) -> None:
+        super().__init__(f"uses {path} {how}")
+        self.path = path
+
+
 class _Node:
     """What torch asks for the number, where one comes to it."""
 
@@ -124,7 +132,7 @@ class _Node:
         return int(self._number.settled())
 
     def __getattr__(self, name: str) -> Any:
-        raise CannotCapture(f"uses {self._number.name} in a way that is not traced ({name})")
+        raise NotTraced(self._number.name, f"in a way that is not traced ({name})")
 
 
 class _TracedFloat(Traced, torch.SymFloat):
@@ -371,7 +379,7 @@ def settled(args: Any, kwargs: Any) -> tuple[Any, Any]:
     if not numbers:
         return args, kwargs
     if torch.is_grad_enabled():  # torch has saved it for the backward, and not as the number that it is
-        raise CannotCapture(f"uses {numbers[0].name} where torch's function modes are off")
+        raise NotTraced(numbers[0].name, "where torch's function modes are off")
     args, kwargs = torch_cuda.unflatten([x.settled() if isinstance(x, Traced) else x for x in flat], spec)
     return args, kwargs
 

@@ -36,6 +36,23 @@ def is_storable(value: Any) -> bool:
     return bool(tensors) and all(isinstance(x, PLAIN) or type(x) is torch.Tensor for x in leaves)
 
 
+def reason_against_storing(path: str, stored: Mapping[str, Any]) -> str | None:
+    """Why a replay can't store what is at `path`: it is in one of the values `stored`, beside something else than
+    tensors and plain values. None if that is not why."""
+    for name, value in stored.items():
+        is_inside = path.startswith(tuple(f"{name}{end}" for end in "[.,"))
+        if is_inside and torch_cuda.tensors_among(value):
+            leaves, _ = torch_cuda.flatten(value)
+            others = [type(x).__name__ for x in leaves if not isinstance(x, PLAIN) and type(x) is not torch.Tensor]
+            if others:
+                kind = type(value).__name__
+                return (
+                    f"stores a {kind} in {name} that holds more than tensors, numbers and texts ({others[0]}), which a "
+                    "replay would not; return it instead"
+                )
+    return None
+
+
 class Outputs:
     """What a step leaves in `entries`, by path. `cover` before a capture, `collect` and `uncover` after it."""
 

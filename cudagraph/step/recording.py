@@ -40,7 +40,7 @@ from .gradients import Gradients, LastGradients
 from .host import ALL, HostState
 from .inputs import Inputs, arguments_of
 from .numbers import Numbers, Place, Traced
-from .outputs import ChangesValue, Outputs, is_storable
+from .outputs import ChangesValue, Outputs, is_storable, reason_against_storing
 from .randomness import HostRandom
 from .users_code import asks_for_types
 from .watch import OperatorWatch
@@ -461,6 +461,8 @@ def _check_stored(host: HostState, now: HostState, schedulers: HostState, number
         if path not in {*counted, *outputs} and not path.startswith(inside)
     }
     for path, how in others.items():
+        if (reason := reason_against_storing(path, stored)) is not None:
+            raise ChangesValue(path, reason)
         way_out = "return it instead of keeping it there" if path in now.tensors else "change it outside of the step"
         raise ChangesValue(path, f"changes {path} each time, which a replay would not: {how}; {way_out}")
     if changed:

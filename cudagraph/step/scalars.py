@@ -286,14 +286,25 @@ REWRITES: dict[str, Callable[..., Any]] = {
 }
 
 
+def _has_traced(x: Any) -> bool:
+    """Whether `x` is a traced number, or a slice with one, as in `y[:n]`."""
+    return any(map(is_traced, (x.start, x.stop, x.step))) if isinstance(x, slice) else is_traced(x)
+
+
+def _settled(x: Any) -> Any:
+    if isinstance(x, slice):
+        return slice(*map(_settled, (x.start, x.stop, x.step)))
+    return x.settled() if is_traced(x) else x
+
+
 def called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of torch's that may have traced numbers among its arguments."""
     flat, spec = torch_cuda.flatten((args, kwargs))
-    if not any(map(is_traced, flat)):
+    if not any(map(_has_traced, flat)):
         return func(*args, **kwargs)
     rewritten = REWRITES.get(getattr(func, "__name__", ""))
     result = NotImplemented if rewritten is None else rewritten(func, args, kwargs)
     if result is not NotImplemented:
         return result
-    args, kwargs = torch_cuda.unflatten([x.settled() if is_traced(x) else x for x in flat], spec)
+    args, kwargs = torch_cuda.unflatten([*map(_settled, flat)], spec)
     return func(*args, **kwargs)

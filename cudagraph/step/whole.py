@@ -48,7 +48,8 @@ from ..tree.tree import Failure
 from .accumulators import renew
 from .gradients import LastGradients, ReadsGradients
 from .host import CannotCompare, HostState
-from .inputs import arguments_of, changing_number, flat_arguments, key_of, objects_in, reason_against
+from .inputs import arguments_of, changing_value, flat_arguments, key_of, objects_in, reason_against
+from .numbers import NotTraced
 from .outputs import ChangesValue
 from .ranks import MOST_RECORDINGS, Ranks
 from .recording import (
@@ -118,6 +119,7 @@ class WholeStep:
         self.warm: dict[tuple[Any, ...], tuple[HostState, int]] = {}  # by key: a snapshot, warm-ups with these values
         self.numbers: set[str] = set()  # paths of numbers that have changed: graphs read them on the device
         self.numbers_refused = False  # whether a capture that reads them there failed
+        self.deciding = ""  # the path of one by which the step decides in each call, so that they are refused
         self.outputs: set[str] = set()  # paths at which the step stores tensors
         self.objects: dict[str, Any] = {}  # modules, optimizers and the like that it was called with
         self.reads_gradients = False  # whether the step reads gradients from before it; the first capture finds out
@@ -289,13 +291,10 @@ class WholeStep:
                 return AsItIs(f"input {aliased} is in memory that the step writes to; give it a copy")
         if key in self.warm or len(self.warm) < self.options.size_limit:
             return None
-        reason = f"it was called with {len(self.warm)} shapes (options['size_limit'])"
-        number = changing_number(key, self.warm)
-        if number is None:
-            return AsItIs(reason)
-        reason = f"{number} in each call, and a recording is for one number; give it as a tensor"
-        never_again = not any(self.recordings.values())
-        return Refuse(reason) if never_again else AsItIs(reason)
+        changing = changing_value(key, [*self.warm])
+        if changing is None:
+            return AsItIs(f"it was called with {len(self.warm)} shapes (options['size_limit'])")
+        return AsItIs(changing) if any(self.recordings.values()) else Refuse(changing)
 
     def _prepared_host(self, flat: Sequence[Any]) -> HostState | Refuse:
         """The host state of now, with all made ready for a capture, or why there will be none."""
@@ -348,7 +347,8 @@ class WholeStep:
         if not changed and count >= self.options.warmup_steps and not waits:
             return Record(host) if (reason := parallel(host)) is None else Refuse(reason)
         if changed:
-            path = min(changed, key=lambda path: path in host.places)  # what is no number, if anything
+            # What is no number, if anything; or the number that kept others from being read on the device.
+            path = min(changed, key=lambda path: (path in host.places, path != self.deciding))
             what = f"{path} changes between calls: {changed[path]}"
             log.debug("%s warms up again: %s", self.name, what)
             self.unstable_calls += 1
@@ -497,6 +497,10 @@ class WholeStep:
             now = None if recording.applies(key, flat) else self._host()
             if now is None or recording.applies(key, flat, now):
                 return recording
+            if (condition := recording.numbers.broken_condition()) is not None:
+                recording.close()
+                self.deciding = condition.name
+                return FailedCapture(str(condition), read_numbers=True)
             changed = ", ".join(f"{path}: {text}" for path, text in host.differences(now).items())
             changed = changed or "torch's settings, or somebody holds its gradients (return clones of them)"
             recording.close()
@@ -510,6 +514,7 @@ class WholeStep:
             line = "" if failure.is_ours else users_line(error.__traceback__)
             wants_gradients = isinstance(error, ReadsGradients)
             found = error if isinstance(error, Unforeseen) else None
+            self.deciding = error.path if isinstance(error, NotTraced) else self.deciding
             made = FailedCapture(
                 f"{failure.reason} ({line})" if line else failure.reason,
                 may_succeed=failure.needs_warmup or not failure.is_final,

@@ -276,3 +276,28 @@ class TestWhatMayStillChange:
         monkeypatch.setattr(whole, "MOST_UNSETTLED_CALLS", 3)
         assert self.recorded(device, monkeypatch, 99, 8, warmup_steps=2) == [0, 0, 0, 0, 0, 0, 1, 1]
         assert "compiles or tries plans in each of 3 calls: what it does now is recorded" in caplog.text
+
+
+OTHERS = {
+    "two numbers": lambda x, i: (x, i, -i),
+    "a number and a shape": lambda x, i: (x[: 1 + i % 3], i),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_number_that_never_comes_again_is_named_and_not_the_shapes(device, name):
+    w = torch.ones(4, device=device, requires_grad=True)
+    step = cudagraph.whole_step(lambda x, *numbers: (x * w).sum() * numbers[0], options={"size_limit": 6})
+    x = torch.ones(4, 4, device=device)
+    for i in range(8):
+        inputs = OTHERS[name](x, i)
+        assert step(*inputs) == inputs[0].numel() * i
+    assert step.refused == "input 1 is another int in each call, and a recording is for one number; give it as a tensor"
+
+
+def test_shapes_alone_are_no_reason_for_good(device):
+    w = torch.ones(4, device=device, requires_grad=True)
+    step = cudagraph.whole_step(lambda x, n: (x * w).sum() * n, options={"size_limit": 6})
+    for i in range(8):
+        step(torch.ones(1 + i, 4, device=device), 2)
+    assert step.refused == ""

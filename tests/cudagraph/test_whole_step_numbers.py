@@ -39,6 +39,7 @@ COMPUTED = {
     "a tensor of it": lambda x, k: x * torch.tensor(k, device=x.device),
     "its type": lambda x, k: x * (k if type(k) is float else 7.0),
     "a size": lambda x, k: x[: int(k * 2)].sum() * x,
+    "a slice": lambda x, k: x[: round(k * 4), ...].sum() * x,
     "min": lambda x, k: x * min(k, 0.3),
     "a branch": lambda x, k: x * 2 if k > 0.3 else x + k,
 }
@@ -53,6 +54,7 @@ SETTLED = {
     "a tensor of it",
     "its type",
     "a size",
+    "a slice",
     "a summand of bfloat16",
 }
 VALUES = (0.5, 0.7, 0.3, 0.1, 0.3, 0.7, 0.1, 0.9)
@@ -365,3 +367,29 @@ def test_modules_and_optimizers_as_arguments(device):
         assert torch.equal(step(nets[n], optimizers[n], x, y), train(eager[n], eager_optimizers[n], x, y))
         assert_equal(nets[n], eager[n])
     assert step.refused == "" and cudagraph.stats()["replays"] >= 12
+
+
+@pytest.mark.parametrize("how", ["a counter that decides", "a number in a hook"])
+def test_the_number_that_blocks_is_named_beside_a_schedule(device, how, caplog):
+    """The learning rate changes, too, but that is read on the device."""
+    net, config = Net().to(device), Config()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+
+    @functools.partial(cudagraph.whole_step, options={"rerecord_limit": 3})
+    def step(x, y):
+        out = net(x)
+        if how == "a number in a hook":
+            out.register_hook(lambda g: torch.add(g, g, alpha=config.k))
+        else:
+            config.k += 1
+            out = out[: int(config.k)]
+        F.mse_loss(out, y[: len(out)]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for x, y in batches(device, 10):
+        optimizer.param_groups[0]["lr"] *= 0.9
+        if how == "a number in a hook":
+            config.k *= 0.9
+        step(x, y)
+    assert "config.k" in step.refused + caplog.text and "['lr']" not in step.refused + caplog.text

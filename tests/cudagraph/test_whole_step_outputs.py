@@ -168,3 +168,18 @@ def test_nothing_is_left_of_a_capture_that_fails(device):
     step(*data[2])
     step(*data[3])
     assert step.refused == "" and cudagraph.stats()["replays"] >= 1
+
+
+def test_a_list_with_something_else_than_tensors_is_named_with_it(device):
+    """And not one of its tensors, which a step may store."""
+    w, kept = torch.ones(4, device=device, requires_grad=True), {}
+
+    @cudagraph.whole_step
+    def step(x):
+        kept["loss"] = [(x * w).sum(), object()]
+        return x * w
+
+    for _ in range(3):
+        step(torch.ones(4, device=device))
+    assert step.refused.startswith("stores a list in step, kept['loss'] that holds more than tensors")
+    assert "(object)" in step.refused
