@@ -73,7 +73,7 @@ class Ranks:
 
     def __init__(self, groups: Collection[Any], name: str) -> None:
         self._members = torch_distributed.ranks_of(groups)
-        self.groups, self._name, self._calls = groups, name, 0
+        self._groups, self._name, self._calls = groups, name, 0
         self._limit = torch_distributed.timeout_of_default_group()
         self._watchdog: Watchdog | None = None
         self.recordings = 0  # how many the ranks have made together
@@ -114,7 +114,7 @@ class Ranks:
         error = self._error(RuntimeError("its collectives take longer than the timeout of the default group"))
         log.critical("%s", error)
         raise_in(thread, error)  # which runs no Python code as long as it waits for the device
-        torch_distributed.abort(self.groups)
+        torch_distributed.abort(self._groups)
 
     def highest(self, value: int) -> int:
         """The highest `value` of all ranks."""

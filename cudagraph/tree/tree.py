@@ -243,7 +243,8 @@ class Tree(Cursor):
         self._close_dropped()
         self.marks = None if self.dropped else self.marks
         reason = (
-            f"{names} come at new addresses in each step, as parameters do with FSDP2, and {why}; leave CUDA graphs "
+            f"{names} come at new addresses in each step, as parameters do with FSDP2, and {why}; make the "
+            "step one graph with cudagraph.whole_step, which gathers parameters into its own memory, leave CUDA graphs "
             "off here, or call cudagraph.reset() to try again once they stay where they are"
         )
         self.given_up[function.family] = reason
