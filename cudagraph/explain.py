@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.fx import GraphModule
@@ -89,6 +89,10 @@ def _line(part: ExplainedPart) -> str:
     return f"  {kind} {part.op_count:4} operator{'' if part.op_count == 1 else 's'}  {where}".rstrip()
 
 
+@overload
+def explain(fn: WholeStep, *args: Any, **kwargs: Any) -> StepExplanation: ...
+@overload
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation: ...
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation | StepExplanation:
     """Explain which parts of `fn(*args, **kwargs)` `torch.compile(fn, backend="cudagraph_tree")` would capture.
 
