@@ -29,6 +29,11 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, (torch.SymFloat, torch.SymInt)) and hasattr(x, "numbers")
 
 
+def is_cuda(x: torch.Tensor) -> bool:
+    """Whether CUDA's kernels compute with `x`, which round elsewhere than those of a CPU. Tests replace it."""
+    return x.is_cuda
+
+
 def _on_device(number: Any, x: torch.Tensor) -> torch.Tensor | None:
     """The tensor for `number` beside `x`; None if there is none."""
     if x.device.type != number.numbers.device.type or x.dtype.is_complex:
@@ -48,7 +53,7 @@ def _binary(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         return NotImplemented
     x, number = args
     name = func.__name__.strip("_")
-    if name in DIVISIONS and x.is_cuda:
+    if name in DIVISIONS and is_cuda(x):
         if not x.dtype.is_floating_point:
             return NotImplemented
         number = number.derived(_inverse if x.dtype is torch.float64 else _inverse_in_float32, number)
@@ -138,7 +143,7 @@ def _weighted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return NotImplemented
     if (tensor := _on_device(value, lists[0][0])) is None:
         return NotImplemented
-    if not lists[0][0].is_cuda:
+    if not is_cuda(lists[0][0]):
         return func(x, torch_cuda.foreach_mul(y, tensor) if is_list else y * tensor, z)
     if value.derived(_is_one, value):  # kernels leave out that product
         return func(x, y, z)
@@ -239,24 +244,24 @@ def _fused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented
     if any(states and states[0].dtype is not args[0][0].dtype for states in args[2:4]):
         return NotImplemented  # such kernels compute in float64
-    first, is_cuda = args[0][0], args[0][0].is_cuda
+    first, on_cuda = args[0][0], is_cuda(args[0][0])
     if (
         is_traced(decay)
         and func.__name__ == "_fused_adamw_"
         and not isinstance(rate, torch.Tensor)
         and kwargs.get("found_inf") is None  # such a step may be skipped by the kernel
     ):
-        number = decay.derived(_decay_in_float32, rate, decay) if is_cuda else 1 - rate * decay
+        number = decay.derived(_decay_in_float32, rate, decay) if on_cuda else 1 - rate * decay
         if first.dtype not in SINGLES or (tensor := _on_device(number, first)) is None:
             return NotImplemented
-        if is_cuda:
+        if on_cuda:
             torch_cuda.foreach_addcmul_(args[0], args[0], _filled_like(args[0], tensor))
         else:
             torch_cuda.foreach_mul_(args[0], tensor)
         return called(func, args, {**kwargs, "weight_decay": 0.0})
     if not is_traced(rate):
         return NotImplemented
-    tensor = rate.numbers.on_device(rate, torch.float32 if is_cuda else torch.float64)  # a CPU's kernel reads a double
+    tensor = rate.numbers.on_device(rate, torch.float32 if on_cuda else torch.float64)  # a CPU's kernel reads a double
     others = {name: x.settled() if is_traced(x) and name != "lr" else x for name, x in kwargs.items()}
     return NotImplemented if tensor is None else func(*args, **{**others, "lr": tensor})
 

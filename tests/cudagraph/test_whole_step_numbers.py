@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from whole_steps import OPTIMIZERS, Net, assert_equal, batches, steps
 
 import cudagraph
+from cudagraph.step import scalars
 
 COMPUTED = {
     "a factor": lambda x, k: x * k + k * x,
@@ -393,3 +394,37 @@ def test_the_number_that_blocks_is_named_beside_a_schedule(device, how, caplog):
             config.k *= 0.9
         step(x, y)
     assert "config.k" in step.refused + caplog.text and "['lr']" not in step.refused + caplog.text
+
+
+AS_ON_CUDA = {
+    "value": lambda x, k: torch.addcmul(x, x, x, value=k) + x.clone().addcdiv_(x, x.exp(), value=k),
+    "value, lists": lambda x, k: torch._foreach_addcmul([x, x[:2]], [x, x[:2]], [x, x[:2]], value=k)[0],
+    "a quotient, lists": lambda x, k: torch._foreach_addcdiv([x, x[:2]], [x, x[:2]], [x.exp(), x[:2]], value=k)[1],
+    "alpha": lambda x, k: torch.rsub(x, x.exp(), alpha=k) + torch.sub(x, x.bfloat16(), alpha=k),
+    "alpha, lists": lambda x, k: torch._foreach_sub([x, x[:2]], [x.exp(), x[:2]], alpha=k)[0],
+}
+
+
+@pytest.mark.parametrize("name", AS_ON_CUDA)
+def test_numbers_as_kernels_of_cuda_round_them(device, name, monkeypatch):
+    """Also without a GPU, where its bits can't be: the same values, read from the device."""
+    monkeypatch.setattr(scalars, "is_cuda", lambda x: True)
+    config, compute = Config(), torch.no_grad()(AS_ON_CUDA[name])
+    weight = torch.ones(6, device=device, requires_grad=True)
+    step, x = cudagraph.whole_step(lambda x: compute(x * weight, config.k)), torch.linspace(-2, 2, 6, device=device)
+    for config.k in (*VALUES, 1.0, *VALUES):
+        torch.testing.assert_close(step(x), compute(x, config.k), rtol=1e-6, atol=1e-6)
+    # A factor of 1 is left out by these kernels, which is another recording.
+    assert step.refused == "" and cudagraph.stats()["recordings"] == (1 if "alpha" in name else 2)
+
+
+def test_the_decay_of_a_fused_adamw_as_on_cuda(device, monkeypatch):
+    monkeypatch.setattr(scalars, "is_cuda", lambda x: True)
+    step, expected, models, optimizers = steps(device, OPTIMIZERS["adamw, fused"])
+    for i, (x, y) in enumerate(batches(device, 10)):
+        for each in optimizers:
+            each.param_groups[0].update(lr=0.01 * 0.9**i, weight_decay=0.1 * 0.8**i)
+        torch.testing.assert_close(step(x, y), expected(x, y), rtol=1e-5, atol=1e-6)
+    for a, b in zip(*(each.state_dict().values() for each in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert (step.refused, step.update_refused) == ("", "") and cudagraph.stats()["recordings"] == 1
