@@ -20,7 +20,22 @@ from .read_tables import ATTENTION_BACKWARD
 # Bytes of the sums in float32 by which passes/row_sums.py makes the gradient of an embedding, some columns at a time.
 # Its kernels run at the speed of memory from some MiB on; fewer columns take more calls, each 10 us of the host.
 ROW_SUMS_BYTES = 128 << 20
+_HALVES = (torch.float16, torch.bfloat16)
 _LANES = 16  # float32 numbers of a vector register: oneDNN rounds the channels of a 3d convolution up to it
+
+_TEMPORARIES = {
+    "binary_cross_entropy": (0, 2),
+    "binary_cross_entropy_with_logits": (2, 4),
+    "huber_loss": (1, 3),
+    "logsumexp": (1, 1),
+    "mse_loss": (2, 4),
+    "smooth_l1_loss": (2, 4),
+    "soft_margin_loss": (0, 2),
+}
+"""What losses take on a CPU, in sizes of their first argument: in float32, and in half precision.
+
+With `reduction="none"` they take less. A result of `mse_loss` is a number in memory for all elements.
+"""
 
 
 def workspace_bytes(node: Node) -> int:
@@ -42,7 +57,9 @@ def workspace_bytes(node: Node) -> int:
     if name == "native_dropout":  # the mask as numbers of the argument's dtype
         return tensor_bytes(first) if argument_called("train", node) is not False else 0
     if name in ("scatter", "scatter_add", "scatter_reduce"):  # computed in float32
-        return 4 * torch_values.hint(first.numel()) if first.dtype in (torch.bfloat16, torch.float16) else 0
+        return 4 * torch_values.hint(first.numel()) if first.dtype in _HALVES else 0
+    if name in _TEMPORARIES:
+        return tensor_bytes(first) * _TEMPORARIES[name][first.dtype in _HALVES]
     if name == "native_batch_norm_backward":
         return tensor_bytes(first)
     if name.startswith("upsample_"):  # both in channels-last order
@@ -91,7 +108,7 @@ def _convolution(node: Node, x: Any, w: Any, y: Any, backward: bool = False) -> 
         blocks = read + weight + written
     else:
         blocks = max(read + weight, written * (2 if transposed else 1))
-    if x.dtype in (torch.float16, torch.bfloat16):
+    if x.dtype in _HALVES:
         blocks += (read + written + (weight if backward else 0)) // 2
     if torch_values.hint(x.shape[0]) == 1 and not transposed:  # a single image is unfolded into columns
         window = math.prod(torch_values.hint(n) for n in w.shape[1:])

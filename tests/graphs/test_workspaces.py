@@ -88,6 +88,20 @@ def test_other_operators_take_at_most_what_plans_count(tmp_path: Path) -> None:
         assert 0 < took <= bound + 1024 and bound <= 2 * took, (name, took, bound)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_losses_take_at_most_what_plans_count(dtype: torch.dtype, tmp_path: Path) -> None:
+    x, y = torch.rand(2, 64, 256).to(dtype)
+    whole = [
+        *(ATEN.binary_cross_entropy.default, ATEN.binary_cross_entropy_with_logits.default, ATEN.mse_loss.default),
+        *(ATEN.huber_loss.default, ATEN.smooth_l1_loss.default, ATEN.soft_margin_loss.default),
+    ]
+    programs: list[tuple[Any, ...]] = [(loss, x, y) for loss in whole]
+    programs.append((lambda x: ATEN.logsumexp.default(x, [-1]), x))
+    for f, *args in programs:
+        took, bound = inside(lambda *args, f=f: f(*args), tuple(args), tmp_path)
+        assert took <= bound + 1024 and bound <= 2 * took + 1024, (f, took, bound)
+
+
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
