@@ -289,8 +289,22 @@ def place_of(node: Node, roots: Mapping[str, str] = MappingProxyType({})) -> tup
 
 def module_stack(node: Node) -> list[str]:
     """Dynamo's paths of the modules that `node` was made in, outermost first."""
-    stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return [path for path, _ in stack.values()]
+    return [path for path, _ in _stack(node).values()]
+
+
+def module_calls(node: Node, roots: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The modules that `node` was made in, outermost first: the path of each, and the number of its call.
+
+    Dynamo's keys end in "@1" where a module is called for the second time; the first call's number is "".
+    """
+    found = _stack(node)
+    first = next(iter(found.values()), ("", None))[0]
+    known = tuple(roots.items())
+    return [(_relative(first, path, known), key.partition("@")[2]) for key, (path, _) in found.items()]
+
+
+def _stack(node: Node) -> Mapping[str, Any]:
+    return node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
 
 
 def _module_path(node: Node, roots: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
 """The ways that a user can type, as candidates of a budget: a budget must not be slower than one of them.
 
-      a way      what is computed again    nothing | pointwise results, as `recompute_pointwise` | blocks, see below
+      a way      what is computed again    nothing | pointwise results, as `recompute_pointwise` | blocks
                  form of what is saved     as it is | lossless, float8, int8, int4, a hook of the user's
                  sends                     it stays on the device | it waits on the host
          |
@@ -11,7 +11,8 @@
                                                   is simulated, with its copies
 
 Blocks computed again are checkpointing's way: of a block only its inputs are saved, with what can't be repeated and
-with its statistics. Then the inputs can be in float8, and on the host.
+with its statistics. Then the inputs can be in float8, and on the host. Of whole blocks no statistics are saved, which
+is what checkpointing does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from cudagraph.placeholder import results_of
 
 from ..graphs.nodes import storage_bytes, storage_of
 from ..graphs.roofline import has_formula
-from ..graphs.saved import SavedTensor, place_of
+from ..graphs.saved import SavedTensor, module_calls
 from ..graphs.speeds import Rates, measured_rates
 from ..hook import KEEP, Hook
 from ..library.float8 import float8
@@ -52,7 +53,8 @@ from .recomputation import of_blocks
 from .simulated import Call, Predicted, Whole, predicted
 from .step import COMPUTED, KEPT, RECOMPUTE, Option, Step
 
-NOTHING, POINTWISE, BLOCKS = "", "recompute_pointwise", "blocks computed again"  # what is computed again
+# what is computed again
+NOTHING, POINTWISE, BLOCKS, WHOLE_BLOCKS = "", "recompute_pointwise", "blocks computed again", "whole blocks"
 
 GAIN = 0.002
 """The share of the time by which a way must be able to beat what was found, to be tried.
@@ -85,7 +87,7 @@ class Way:
     """A way that a user can type.
 
     Attributes:
-        again: what is computed again: `NOTHING`, `POINTWISE` or `BLOCKS`.
+        again: what is computed again: `NOTHING`, `POINTWISE`, `BLOCKS` or `WHOLE_BLOCKS`.
         form: the hook, or `lossless()`, for the form in which tensors are saved; None: as they are.
         sends: whether they wait on the host.
     """
@@ -123,7 +125,7 @@ def ways(allow: Sequence[Any], max_error: float) -> list[Way]:
     for again in (NOTHING, POINTWISE, BLOCKS) if "recompute" in allow else (NOTHING,):
         found += [Way(again, form) for form in ([None] if again == BLOCKS else exact) + rounded if form or again]
         found += [Way(again, form, True) for form in sent]
-    return found
+    return [*found, Way(WHOLE_BLOCKS)] if "recompute" in allow else found
 
 
 def error_within(plan: Plan, way: Way, stock: Graphs) -> float:
@@ -151,10 +153,11 @@ def computed_again(
     None if there is nothing like that, or if products alone take `most_ms`: a split takes as long as a compilation's.
     `one_block`: the graph is a block.
     """
-    if again != BLOCKS:
+    if again not in (BLOCKS, WHOLE_BLOCKS):
         with aot.recomputing_pointwise(again == POINTWISE):
             return joint.graphs()
-    found = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), _blocks(stock, one_block=one_block))
+    blocks = _blocks(stock, one_block=one_block, statistics=again == WHOLE_BLOCKS)
+    found = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), blocks)
     if found is None:
         return None
     names, gone, reads = found
@@ -167,18 +170,32 @@ def computed_again(
         return joint.graphs()
 
 
-def _blocks(stock: Graphs, *, one_block: bool) -> dict[Node, str]:
-    """The block of each node of the forward, "" for what is saved: nodes in no block, and statistics.
+def _blocks(stock: Graphs, *, one_block: bool, statistics: bool) -> dict[Node, str]:
+    """The block of each node of the forward, "" for what is saved: nodes in no block, and without `statistics` these.
 
     Statistics are saved because inputs that are rounded must not be read for them.
     """
     nodes = [n for n in stock.fw.graph.nodes if n.op == "call_function"]
-    layers = layers_of([place_of(n, stock.roots)[0] for n in nodes])
+    layers = _layers(nodes, stock.roots)
     sizes = {n: hint(value.numel()) for n in nodes if isinstance(value := n.meta.get("val"), torch.Tensor)}
     small = {n for n, size in sizes.items() if 1 < _STATISTIC * size < max(sizes.values())}
-    statistics = {n for n in small if n.all_input_nodes and small.issuperset(n.all_input_nodes)}
+    saved = {n for n in small if n.all_input_nodes and small.issuperset(n.all_input_nodes)} if not statistics else ()
     block = (lambda layer: "block") if one_block else (lambda layer: layer)
-    return {n: "" if n in statistics else block(layer) for n, layer in zip(nodes, layers, strict=True)}
+    return {n: "" if n in saved else block(layer) for n, layer in zip(nodes, layers, strict=True)}
+
+
+def _layers(nodes: Sequence[Node], roots: Mapping[str, str]) -> list[str]:
+    """The layer of each node, "" for none. Each call of a layer that is called several times counts as a layer.
+
+    Of such a layer the modules inside have the names of the first call, so the outermost name with a number counts.
+    """
+    stacks = [module_calls(n, roots) for n in nodes]
+    numbered = ([path for path, _ in stack if any(map(str.isdigit, path.split(".")))] for stack in stacks)
+    layers = layers_of(
+        [next(iter([*found, *(p for p, _ in stack[-1:])]), "") for found, stack in zip(numbered, stacks, strict=True)]
+    )
+    called = (dict(stack).get(layer) for layer, stack in zip(layers, stacks, strict=True))
+    return [f"{layer}@{call}" if call else layer for layer, call in zip(layers, called, strict=True)]
 
 
 # --- for a graph that is the whole step -------------------------------------------------------------------------------
@@ -264,7 +281,8 @@ class Simulation:
         rates = _link(self.stock) if "offload" in self.allow and self.stock.launched else None
         for again, found in itertools.groupby(self._ways(), lambda way: way.again):
             able = [way for way in found if (rates or not way.sends) and only in (None, (again, way.name))]
-            graphs = computed_again(again, self.joint, self.stock, one_block=True) if able else None
+            now_ms = most_ms if best is None else best.step.call_ms
+            graphs = computed_again(again, self.joint, self.stock, now_ms, one_block=True) if able else None
             if graphs is None:
                 continue
             for way in able:

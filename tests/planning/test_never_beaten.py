@@ -19,6 +19,7 @@ import pytest
 import torch
 from planned_programs import Part, budget_at, by_hand, made, planned, ways
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
 from aot_hooks.planning import candidates, trials
@@ -124,16 +125,44 @@ def test_blocks_computed_again_save_their_inputs_and_statistics(monkeypatch, for
     assert plan.peak_bytes <= 0.8 * stock.peak_bytes
 
 
+class Repeated(nn.Module):
+    """One layer, called several times: in a list of layers, or by its own name."""
+
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        self.layer, self.head, self.checkpointed = Part("gated", 64, 256), nn.Linear(64, 8), False
+        self.layers = nn.ModuleList([self.layer] * 4) if listed else [self.layer] * 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_each_call_of_a_layer_is_a_block(monkeypatch, listed):
+    """Checkpointing keeps the input of each call, and no statistics."""
+    monkeypatch.setattr(trials, "search", nothing_found)
+    model, x = Repeated(listed), torch.randn(1024, 64, requires_grad=True)
+    model.checkpointed = True
+    hand = aot_hooks.plan(model, x, policy=aot_hooks.KEEP, inner="aten")
+    model.checkpointed = False
+    policy = aot_hooks.budget(f"{hand.peak_bytes}B", max_error=0, allow=("recompute",))
+    found = aot_hooks.plan(model, x, policy=policy, inner="aten")
+    assert found.peak_bytes <= hand.peak_bytes + 1 and found.after_ms <= SLOWER * hand.after_ms
+    assert any("whole blocks" in d.reason for d in found.decisions)
+
+
 def test_ways_have_the_means_that_are_allowed():
     counts = Counter(way.again for way in candidates.ways(ALLOWED, 1.0))
-    assert counts == {"": 8, "recompute_pointwise": 9, "blocks computed again": 8}
+    assert counts == {"": 8, "recompute_pointwise": 9, "blocks computed again": 8, "whole blocks": 1}
 
     def names(*args: Any) -> list[str]:
         return [str(way) for way in candidates.ways(*args)]
 
     exact = names(("recompute", "offload", "float8", "lossless"), 0.0)
     assert exact[:2] == ["lossless()", "offload()"]
-    assert exact[-2:] == ["blocks computed again", "offload(), blocks computed again"]
+    assert exact[-3:] == ["blocks computed again", "offload(), blocks computed again", "whole blocks"]
     assert names(("float8", "offload"), 0.05) == ["float8()", "offload()", "offload(then=float8())"]
     assert names(("int4", "int8"), 0.05) == ["int8()"]
 
