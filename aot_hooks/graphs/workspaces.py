@@ -29,10 +29,11 @@ _TEMPORARIES = {
     "huber_loss": (1, 3),
     "logsumexp": (1, 1),
     "mse_loss": (2, 4),
+    "native_dropout_backward": (1, 1),
     "smooth_l1_loss": (2, 4),
     "soft_margin_loss": (0, 2),
 }
-"""What losses take on a CPU, in sizes of their first argument: in float32, and in half precision.
+"""What losses and dropout take on a CPU, in sizes of their first argument: in float32, and in half precision.
 
 With `reduction="none"` they take less. A result of `mse_loss` is a number in memory for all elements.
 """

@@ -79,6 +79,11 @@ def test_other_operators_take_at_most_what_plans_count(tmp_path: Path) -> None:
         "scatter": (lambda x, i, y: ATEN.scatter.src(x, 1, i, y), rows),
         "scatter_add": (lambda x, i, y: ATEN.scatter_add.default(x, 1, i, y), rows),
         "dropout": (lambda x: ATEN.native_dropout.default(x, 0.2, True), (x,)),
+        "dropout backward": (lambda g, m: ATEN.native_dropout_backward.default(g, m, 1.25), (x, x > 0)),
+        "dropout backward in half": (
+            lambda g, m: ATEN.native_dropout_backward.default(g, m, 1.25),
+            (x.bfloat16(), x > 0),
+        ),
         "dropout in half": (lambda x: ATEN.native_dropout.default(x, 0.2, True), (x.bfloat16(),)),
         "batch norm": (norm_backward, (image, ones)),
         "upsample": (lambda x: ATEN.upsample_bilinear2d.default(x, [32, 32], False), (image,)),
