@@ -1,0 +1,43 @@
+"""Random steps at the peaks of ways that are typed: more run with `python tests/support/fuzz_budgets.py`."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from aot_hooks.graphs import speeds
+from aot_hooks.offloading import at_run_time
+from aot_hooks.planning import candidates
+
+
+@pytest.fixture
+def fuzz(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of the fuzzer, with the rates of an H200 until the test ends."""
+    import fuzz_budgets
+
+    for module, name in (
+        *((speeds, "INSTANT"), (candidates, "_link"), (candidates, "_MIN_BYTES"), (at_run_time, "_mark")),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    fuzz_budgets.as_on_an_h200()
+    return fuzz_budgets
+
+
+@pytest.mark.parametrize(("seed", "way"), [(15, ""), (8, "lossless, again"), (16, "checkpoint")])
+def test_budgets_are_not_beaten(fuzz: ModuleType, seed: int, way: str) -> None:
+    """One graph, blocks that are compiled one by one, a block that is called twice."""
+    (row,) = fuzz.compared(fuzz.made(seed), seed, [way])
+    assert not row.wrong, row
+
+
+def test_what_is_wrong_is_found(fuzz: ModuleType) -> None:
+    def wrong(max_error: float = 0.0, **named: float) -> str:
+        row = fuzz.Row(0, "", "", 100, 1.0, **{"budget_peak_bytes": 100, "budget_ms": 1.0, **named})
+        return "; ".join(fuzz._wrong(row, max_error, exact=not named.get("error")))
+
+    assert not wrong() and not wrong(0.05, error=0.04)
+    assert wrong(budget_peak_bytes=70_000).startswith("over the peak by") and wrong(budget_ms=1.006).startswith(
+        "slower"
+    )
+    assert wrong(error=1e-6).startswith("other gradients") and wrong(0.05, error=0.06).startswith("an error of")
