@@ -81,13 +81,12 @@ def _grouped_operations(a: torch.Tensor, b: torch.Tensor, *args: Any, out_val: A
     return 2 * a.numel() * b.shape[-1] // groups
 
 
-# torch 2.15 has no formula for it
-_FORMULAS = {torch.ops.aten._grouped_mm: _grouped_operations, **flop_registry}
+_FORMULAS = {"_grouped_mm": _grouped_operations}  # torch has none for it, up to 2.15
 
 
 def has_formula(node: Node) -> bool:
     """Whether there is a formula for the operations of `node`: a matrix product, attention, a convolution."""
-    return node.op == "call_function" and _packet(node) in _FORMULAS
+    return node.op == "call_function" and (_packet(node) in flop_registry or _name(node) in _FORMULAS)
 
 
 def is_attention(node: Node) -> bool:
@@ -291,7 +290,8 @@ def predicted_ms(*graphs: Any, **settings: Any) -> float:
 
 
 def _operation_count(node: Node) -> int:
-    count = _count(_FORMULAS[_packet(node)], *leaves_of((node.args, dict(node.kwargs), node.meta.get("val"))))
+    formula = flop_registry.get(_packet(node)) or _FORMULAS[_name(node)]
+    count = _count(formula, *leaves_of((node.args, dict(node.kwargs), node.meta.get("val"))))
     # causal attention skips half of the products, which the formulas count
     return count // 2 if argument_called("is_causal", node) is True else count
 

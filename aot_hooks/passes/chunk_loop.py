@@ -1,6 +1,6 @@
 """The unrolled loop over chunks of tokens: writes the nodes of a region once for each chunk, and joins the results.
 
-      h --split--> h_0, h_1, h_2         logits_0 ... grad_h_0      joined(grad_h_0, grad_h_1, grad_h_2)
+      h --split--> h_0, h_1, h_2         logits_0 ... grad_h_0      join_rows(grad_h_0, grad_h_1, grad_h_2)
                                                       grad_w = mm(t(grad_0), h_0)
                    wait_for(h_1, ...)    logits_1 ... grad_w = add_product(grad_w, t(grad_1), h_1)
 
@@ -27,7 +27,7 @@ from ..graphs.nodes import MADE_EARLY, is_view
 from ..graphs.rows import Kept, Read, Rows, Step, is_conversion, is_tensor, shape_of
 from ..torch_private import aot
 from ..torch_private.values import computed_from, expression, is_operator, symbols_of
-from .chunk_order import PRODUCTS, OverLogits, joined, over_logits, wait_for, wait_for_all
+from .chunk_order import PRODUCTS, OntoLogits, join_rows, onto_logits, wait_for, wait_for_all
 from .chunk_sums import add_product
 from .edits import run_on_fakes
 
@@ -167,7 +167,7 @@ def write_chunks(
     stand_ins = {} if scale is None else _with_one(loop, *scale)
     written = _Written(loop, scaled if scale is not None else (), stand_ins, waits_for_inputs)
     done = [] if waits_for is None else [waits_for]
-    over = None if waits_for_inputs else over_logits(loop.steps, nodes, outputs)
+    over = None if waits_for_inputs else onto_logits(loop.steps, nodes, outputs)
     for i in range(loop.count):
         done = _chunk(written, nodes, outputs, i, done, over)
     found = {}
@@ -248,7 +248,7 @@ class _Chunk:
         if node in self.outputs:
             written.rows.setdefault(node, []).append(env[node])
 
-    def wait(self, over: OverLogits) -> None:
+    def wait(self, over: OntoLogits) -> None:
         """Have what gradients of logits read wait until nothing else has to read logits."""
         loop = self.written.loop
         numbers = [self.env[n] for n in over.numbers] + [_cut(self.written, *each)[self.i] for each in over.outside]
@@ -263,7 +263,7 @@ class _Chunk:
 
 
 def _chunk(
-    written: _Written, nodes: Sequence[Node], outputs: Sequence[Node], i: int, done: list[Node], over: OverLogits | None
+    written: _Written, nodes: Sequence[Node], outputs: Sequence[Node], i: int, done: list[Node], over: OntoLogits | None
 ) -> list[Node]:
     """Write chunk `i`, which waits for `done`. Returns the nodes that have its results."""
     chunk = _Chunk(written, outputs, i, done)
@@ -450,7 +450,7 @@ def _joined(written: _Written, node: Node, scale: Node | None) -> Node:
         finished = _scaled(loop, parts, scale, dtype, waits=rows is None)
     found = finished[0]
     if len(finished) > 1:
-        found = loop.add(joined, finished) if rows is None else loop.add(_aten.cat.default, finished, rows.first)
+        found = loop.add(join_rows, finished) if rows is None else loop.add(_aten.cat.default, finished, rows.first)
     if rows is not None:
         found = loop.restored(found, rows)
     shape = shape_of(node)

@@ -41,17 +41,17 @@ torch.library.register_fake("aot_hooks::wait_for_all", lambda xs, done: [x.clone
 wait_for_all = torch.ops.aot_hooks.wait_for_all.default
 
 # `torch.cat` of rows, into memory that is taken when all parts are there. Inductor takes it before the first is made.
-_library.define("joined(Tensor[] parts) -> Tensor")
-_library.impl("joined", torch.cat, "CompositeExplicitAutograd")
-torch.library.register_fake("aot_hooks::joined", torch.cat, lib=_library)
-joined = torch.ops.aot_hooks.joined.default
+_library.define("join_rows(Tensor[] parts) -> Tensor")
+_library.impl("join_rows", torch.cat, "CompositeExplicitAutograd")
+torch.library.register_fake("aot_hooks::join_rows", torch.cat, lib=_library)
+join_rows = torch.ops.aot_hooks.join_rows.default
 
 _CONSTANTS = ("aten.full.default", "aten.scalar_tensor.default", "prims.iota.default")
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 
 
 @dataclass(frozen=True)
-class OverLogits:
+class OntoLogits:
     """The nodes of a chunk, in order, so that gradients of logits are written over logits.
 
     Attributes:
@@ -70,7 +70,7 @@ class OverLogits:
     after: Sequence[Node]
 
 
-def over_logits(steps: Mapping[Node, Step], nodes: Sequence[Node], outputs: Iterable[Node]) -> OverLogits | None:
+def onto_logits(steps: Mapping[Node, Step], nodes: Sequence[Node], outputs: Iterable[Node]) -> OntoLogits | None:
     """The order of `nodes`, which are in `steps`; None if nothing would be written over logits.
 
     All between logits and their gradients must be what a compiler computes in the kernel that reads it.
@@ -99,7 +99,7 @@ def over_logits(steps: Mapping[Node, Step], nodes: Sequence[Node], outputs: Iter
     if not before.isdisjoint(of_ends):
         return None
     first, second = ([n for n in nodes if n in group] for group in (before, chain | (inside - before)))
-    return OverLogits(first, numbers, outside, results, second)
+    return OntoLogits(first, numbers, outside, results, second)
 
 
 def _rounds_nothing(logits: torch.Tensor) -> bool:
