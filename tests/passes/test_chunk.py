@@ -215,7 +215,7 @@ def test_large_sums_are_parts_that_are_rounded_one_by_one(monkeypatch: pytest.Mo
         assert sums == ([(62, WIDTH)] if nbytes == 1 << 30 else [(16, WIDTH)] * 3 + [(14, WIDTH)])
     plan = aot_hooks.plan(compiled(module, 32, policy=aot_hooks.KEEP), x.to(torch.bfloat16), labels)
     backward = [point.node for point in plan.live_after if point.phase == "backward"]
-    rounded = next(i for i, name in enumerate(backward) if name.startswith("joined"))
+    rounded = next(i for i, name in enumerate(backward) if name.startswith("join_rows"))
     products = [i for i, name in enumerate(backward) if name.startswith("mm")]
     assert rounded < min(products)  # not at the end, beside all other gradients
     one, parts = ([fuzz_chunk.distance(a, b) for a, b in zip(each, expected, strict=True)] for each in found)
