@@ -47,6 +47,7 @@ def _sum_rows(
         else:  # index_put_ would sort the indices again for each slice
             sums.index_add_(0, ids, own)
         result.copy_(sums)
+        del sums  # before the next ones are there
     return found
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from profiled import most_allocated
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -107,3 +109,12 @@ assert found[0][1] >= whole and sliced <= found[1][1] < whole, (found[0][1], fou
 def test_inductor_makes_the_same_gradient_and_the_plan_counts_one_slice() -> None:
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_one_slice_is_alive_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    count, width = 4096, 5
+    monkeypatch.setattr(workspaces, "ROW_SUMS_BYTES", 4 * count * width)
+    rows, ids = torch.randn(3, 4 * width), torch.tensor([1, 4, 1])
+    most = most_allocated(lambda: sum_rows(rows, ids, None, count, torch.bfloat16), tmp_path)
+    result, sums = 2 * count * 4 * width, 4 * count * width
+    assert result + sums <= most < result + 1.5 * sums
