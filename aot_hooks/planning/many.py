@@ -183,7 +183,7 @@ class Graph:
             return replace(self._least_rule(given), recipe=self.tight_recipe)
 
     def _least_rule(self, given: Assignment) -> Assignment:
-        moments = moments_of(self, self.group.traces, lambda _: _NOT_KNOWN) if self.group.counted else ALONE
+        moments = self._moments(of=lambda graph: graph.least or graph.stock) if self.group.counted else ALONE
         return replace(given, free=None, least=True, moments=moments)
 
     def compiled(

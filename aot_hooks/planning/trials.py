@@ -112,7 +112,7 @@ class Trials:
                 raise Refused(_over(least, limits))
             return least
         best, least = search(self.step, limits, self._partitioned, self._tried)
-        if not budget.least and not budget.wholes:  # in a step of many calls these are judged by the whole step
+        if not budget.wholes:  # in a step of many calls these are judged by the whole step
             best, least = self._or_typed(best, least)
         if best is None and self.peak is not None and least.fits(replace(limits, peak=self.peak)):
             return least  # nothing is tighter; the next steps are measured again
