@@ -378,8 +378,8 @@ def _processes() -> list[Goal]:
 def _whole_steps() -> list[Goal]:
     """Budgets of a step with a real vocabulary; a step of several GPUs as one graph."""
 
-    def of_way(way: str, key: str) -> Callable[[Any], float]:
-        return lambda result: float(named(result["rows"], by="way")[way][key])
+    def of_way(way: str, key: str, unit: float = 1.0) -> Callable[[Any], float]:
+        return lambda result: float(named(result["rows"], by="way")[way][key]) / unit
 
     def over_budget(result: Any) -> float:
         return most(
@@ -392,6 +392,22 @@ def _whole_steps() -> list[Goal]:
         (f"{model}: budget of checkpointing's peak: {STEP}", of_way("budget as checkpointing", "ratio"), 1.015),
         (f"{model}: budget of 12.3 GiB: {STEP}", of_way("budget 12.3GiB", "ratio"), 1.005),
         (f"{model}: measured peak over the budget", over_budget, 1.0),
+    )
+    fsdp = "FSDP2, two GPUs, budget of"
+    over = of_row("budget as checkpointing", "peak_gib", "checkpointing")
+    found += goals(
+        "distributed_budgets.h200",
+        (f"{fsdp} checkpointing's peak: {STEP}", of_row("budget as checkpointing", "ms", "stock"), 1.03),
+        (f"{fsdp} checkpointing's peak: peak over it", over, 1.0),
+        (f"{fsdp} half of stock's peak: {STEP}", of_row("budget", "ms", "stock"), 1.01),
+        (f"{fsdp} a quarter of stock's peak: {STEP}", of_row("tight budget", "ms", "stock"), 1.02),
+    )
+    loss = "a last layer with its loss, in chunks"
+    in_time = of_rows(lambda rows: rows["chunk True"]["ms"] / rows["compiled"]["ms"], by="way")
+    found += goals(
+        "loss.h200",
+        (f"{loss}: GiB over inputs and results", of_way("chunk True", "peak_over_results_bytes", 2**30), 1.0),
+        (f"{loss}: time over that of whole logits", in_time, 1.05),
     )
     whole = "a whole step of FSDP2 in one graph, two GPUs"
     found += goals(
