@@ -273,7 +273,33 @@ def _layers(gm: GraphModule, tokens: int | None) -> list[Node]:
         large = 4 * hint(count) * words >= _LEAST_BYTES if tokens is None else hint(count) > tokens
         if large and node.meta["val"].is_floating_point():
             found.append(node)
+    found = [node for node in found if not _adapts_another(node, found)]
     return sorted(found, key=lambda node: -tensor_bytes(node.meta["val"]))
+
+
+def _adapts_another(product: Node, layers: Collection[Node]) -> bool:
+    """Whether `product` is of few terms as an adapter's (LoRA), and added to a product that is none of `layers`."""
+    stack = [product]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            others = [n for n in user.all_input_nodes if n is not node]
+            if target_name(user) == "aten.add.Tensor":
+                if any((made := _product_of(n)) is not None and made not in layers for n in others):
+                    return True
+            elif not others and _product_of(user) is product:  # in another shape or dtype, or times a number
+                stack.append(user)
+    return False
+
+
+def _product_of(node: Node) -> Node | None:
+    """The product that `node` is, in another shape or dtype."""
+    while target_name(node) not in PRODUCTS:
+        inputs = node.all_input_nodes
+        if len(inputs) != 1 or not is_tensor(node) or node.meta["val"].numel() != inputs[0].meta["val"].numel():
+            return None
+        node = inputs[0]
+    return node
 
 
 IN_CHUNK = "aot_hooks_chunk"

@@ -218,7 +218,7 @@ def test_large_sums_are_parts_that_are_rounded_one_by_one(monkeypatch: pytest.Mo
     rounded = next(i for i, name in enumerate(backward) if name.startswith("join_rows"))
     products = [i for i, name in enumerate(backward) if name.startswith("mm")]
     assert rounded < min(products)  # not at the end, beside all other gradients
-    one, parts = ([fuzz_chunk.distance(a, b) for a, b in zip(each, expected, strict=True)] for each in found)
+    one, parts = ([distance(a, b) for a, b in zip(each, expected, strict=True)] for each in found)
     assert all(b <= 1.01 * a for a, b in zip(one, parts, strict=True))
 
 
@@ -373,3 +373,23 @@ def test_chunks_of_scores_with_sizes_of_their_own() -> None:
         expected.sum().backward()
         assert_close([found.detach(), ours], [expected.detach(), module.head.weight.grad])
     assert all(row.done for row in notes(run)) and len(notes(run)) == 1
+
+
+class Adapted(nn.Module):
+    """A linear layer that is not trained, with an adapter of rank 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.base(x) + self.up(self.down(x)) * 2).tanh()
+
+
+def test_an_adapter_is_no_last_layer() -> None:
+    compiled = torch.compile(Adapted(), backend="aot_hooks", options={"inner": "aten", "chunk": 8})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.UnusedWarning)
+        compiled(torch.randn(32, 64)).sum().backward()
+    assert not any(plan.chunked for plan in aot_hooks.last_plans(compiled))
