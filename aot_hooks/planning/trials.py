@@ -32,7 +32,18 @@ from ..torch_private import aot
 from . import progress
 from .assignment import UNSEEN, Assignment, fitted
 from .budget import mib
-from .candidates import BLOCKS, ERROR, GAIN, NOTHING, Way, computed_again, error_within, promising, ways
+from .candidates import (
+    BLOCKS,
+    ERROR,
+    GAIN,
+    NOTHING,
+    WHOLE_BLOCKS,
+    Way,
+    computed_again,
+    error_within,
+    promising,
+    ways,
+)
 from .in_step import bytes_of, in_step
 from .kernels import hold_kernels, join_kernels, split_kernels, unpack_early, write_when_made
 from .options import Graphs, Joint, step_of
@@ -210,9 +221,13 @@ class Trials:
             yield replace(one, plan=replace(one.plan, decisions=rows, recipe=Recipe(typed=(again, way.name))))
 
     def _or_typed(self, best: Tried | None, least: Tried) -> tuple[Tried | None, Tried]:
-        """`best` and `least` of a search, or better ones that a user can type."""
+        """`best` and `least` of a search, or better ones that a user can type.
+
+        What holds the least in a step of many calls is one of these only if it holds no more than the inputs of a call.
+        """
         limits = self.limits
-        for again, found in itertools.groupby(self._ways(), operator.attrgetter("again")):
+        tried = [way for way in self._ways() if not self.budget.least or way.again == WHOLE_BLOCKS]
+        for again, found in itertools.groupby(tried, operator.attrgetter("again")):
             if limits.peak is None:
                 peak, most_ms = least.peak * (1 - GAIN), self.before_ms * limits.slowdown
             else:
