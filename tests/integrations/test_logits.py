@@ -42,10 +42,19 @@ class OwnLoss(transformers.Trainer):
 def trained(tmp_path: Path, callback: Any = None, kind: Any = transformers.Trainer, **arguments: Any) -> Any:
     """In eager mode without a callback."""
     settings: dict[str, Any] = {
-        "output_dir": str(tmp_path), "per_device_train_batch_size": 8, "max_steps": 1, "logging_steps": 1,
-        "learning_rate": 1e-2, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
-        "torch_compile": callback is not None, "seed": 0, "dataloader_pin_memory": False,
-    }  # fmt: skip
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 8,
+        "max_steps": 1,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "torch_compile": callback is not None,
+        "seed": 0,
+        "dataloader_pin_memory": False,
+    }
     data = [{"input_ids": row, "labels": row} for row in TEXT[:32]]
     trainer = kind(
         llama(), transformers.TrainingArguments(**settings | arguments), train_dataset=data, eval_dataset=data[:5]

@@ -39,10 +39,19 @@ def trainer_of(
     **arguments: Any,
 ) -> Any:
     settings: dict[str, Any] = {
-        "output_dir": str(tmp_path), "per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1,
-        "learning_rate": 1e-2, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
-        "torch_compile": True, "seed": 0, "dataloader_pin_memory": False,
-    }  # fmt: skip
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 8,
+        "max_steps": 6,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "torch_compile": True,
+        "seed": 0,
+        "dataloader_pin_memory": False,
+    }
     data = [{"input_ids": row, "labels": row} for row in TEXT[:rows]]
     trainer = kind(
         llama() if model is None else model,

@@ -29,8 +29,11 @@ def test_they_are_found() -> None:
         "run a.py -- --n 3"
     ]
     assert {line.split()[0] for line in printed(README.read_text(encoding="utf-8"))} == {
-        "report", "frontier", "run", "env"
-    }  # fmt: skip
+        "report",
+        "frontier",
+        "run",
+        "env",
+    }
 
 
 @pytest.mark.parametrize("line", LINES)
