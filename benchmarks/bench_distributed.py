@@ -4,9 +4,12 @@
     torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --parallel ddp --rows stock,offload
     torchrun --nproc-per-node 1 benchmarks/bench_distributed.py --varied --rows stock,float8     lengths that differ
     torchrun --nproc-per-node 4 benchmarks/bench_distributed.py --parallel pipeline --rows stock,offload
+    torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --vocabulary 128256 --rows stock,checkpointing
     bash benchmarks/bench_distributed.sh 2          each parallel, the rows that a release needs
 
-The work is benchmarks/model.py with one sequence a rank. All but `ddp` compile block by block; `ddp` compiles the whole
+The work is benchmarks/model.py with one sequence a rank. With `--vocabulary` it is a whole fine-tuning step of
+transformers' Llama under FSDP2 (benchmarks/llama.py): its loss, AdamW, gradients freed after each step. All ways but
+`stock` then compute the loss in chunks. All but `ddp` compile block by block; `ddp` compiles the whole
 model, which Dynamo cuts at the buckets. `fsdp_tp` splits each block over two ranks, and shards it over the others.
 `pipeline` gives each rank as many blocks, and runs 8 sequences as microbatches (1F1B). Times are those of the slowest
 rank, in a loop that waits for the device after each step. Bytes are of rank 0, over what is allocated before the step:
@@ -32,6 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from llama import LlamaByBlocks, make_llama
 from measure import GIB, conditions, first_line, measure_bytes, synchronize, write
 from model import Stack, stack_and_input
 from torch import Tensor, nn
@@ -83,7 +87,9 @@ WARM_UP = {False: 5, True: 41}  # steps, by whether there are hooks: their plans
 MOST_WARM_UP = 16  # steps of a pipeline, each of 8 microbatches
 
 
-def prepared(row: str, said: argparse.Namespace, stack: Stack, mesh: DeviceMesh, budget_gib: float) -> Any:
+def prepared(
+    row: str, said: argparse.Namespace, stack: Stack | LlamaByBlocks, mesh: DeviceMesh, budget_gib: float
+) -> Any:
     """`stack` compiled and distributed, as a function of x."""
     one_graph, parallel, inner = "one graph" in row, said.parallel, said.inner
     how: dict[str, Any] = {}
@@ -107,6 +113,13 @@ def prepared(row: str, said: argparse.Namespace, stack: Stack, mesh: DeviceMesh,
         plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
         for block in stack.blocks:
             parallelize_module(block, mesh["tp"], plan)
+    if isinstance(stack, LlamaByBlocks):
+        last = dict(how)
+        if row != "stock" and row not in BUDGETS:
+            options = how.get("options", {"inner": inner}) | {"chunk": True}
+            last |= {"backend": "aot_hooks", "options": options}
+        stack.last.compile(**last)
+        fully_shard(stack.last, mesh=mesh["fsdp"])
     if one_graph:  # the layers of a rank: what a single plan sends
         return torch.compile(stack, **how)
     for block in stack.blocks:
@@ -156,8 +169,15 @@ def measured(
     is_pipeline = said.parallel == "pipeline"
     layers, batch = (said.layers // mesh.size(), MICROBATCHES) if is_pipeline else (said.layers, 1)
     sizes = {"layers": layers, "width": said.width, "tokens": said.tokens, "batch": batch}
-    stack, x = stack_and_input(device, **sizes)
+    stack: Stack | LlamaByBlocks
+    if said.vocabulary:
+        model = make_llama(layers, said.width, tokens=said.tokens, vocabulary=said.vocabulary, device=device)
+        stack, x = LlamaByBlocks(model), torch.randint(said.vocabulary, (1, said.tokens), device=device)
+        del model
+    else:
+        stack, x = stack_and_input(device, **sizes)
     run = prepared(row, said, stack, mesh, budget_gib)
+    optimizer = torch.optim.AdamW(stack.parameters(), lr=1e-5, foreach=True) if said.vocabulary else None
     lengths = itertools.cycle(said.tokens * n // 16 for n in LENGTHS) if said.varied else itertools.repeat(said.tokens)
 
     def varied() -> Tensor:
@@ -167,11 +187,14 @@ def measured(
     def forward(x: Tensor = x) -> Tensor:
         on_cpu = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
         with on_cpu if row == "save_on_cpu" else contextlib.nullcontext():
-            return run(x) if is_pipeline else mean_square(run(x))
+            return run(x) if is_pipeline or said.vocabulary else mean_square(run(x))
 
     def backward(loss: Tensor) -> None:
         if not is_pipeline:
             loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
         x.grad = None
 
     began = time.perf_counter()
@@ -230,6 +253,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocabulary", type=int, default=0, help="words of a whole Llama of transformers; needs fsdp")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--varied", action="store_true", help="each step has another length; ms is the mean")
     parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
@@ -245,11 +269,16 @@ def main() -> None:
         torch.cuda.set_device(device)
     if unknown := set(said.rows.split(",")) - set(ROWS):
         parser.error(f"unknown rows {sorted(unknown)}; there are {', '.join(ROWS)}")
+    if said.vocabulary and said.parallel != "fsdp":
+        parser.error("--vocabulary is for --parallel fsdp")
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     ranks = dist.get_world_size()
     shape = {"fsdp": ranks // 2, "tp": 2} if said.parallel == "fsdp_tp" else {said.parallel: ranks}
     mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    work = {name: getattr(said, name) for name in ("parallel", "layers", "width", "tokens", "steps", "varied", "inner")}
+    work = {
+        name: getattr(said, name)
+        for name in ("parallel", "layers", "width", "tokens", "vocabulary", "steps", "varied", "inner")
+    }
     result = {"conditions": conditions(device, ranks=dist.get_world_size(), **work), "rows": []}
     peaks: dict[str, float] = {}
     for row in said.rows.split(","):

@@ -34,6 +34,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from llama import make_llama
 from measure import (
     GIB,
     Served,
@@ -68,32 +69,6 @@ class Setting:
     inner: str
 
 
-def make_model(setting: Setting) -> Any:
-    import transformers
-
-    torch.manual_seed(0)
-    heads = max(setting.width // 128, 4)
-    config = transformers.LlamaConfig(
-        vocab_size=setting.vocabulary,
-        hidden_size=setting.width,
-        intermediate_size=7 * setting.width // 2,
-        num_hidden_layers=setting.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(heads // 4, 1),
-        max_position_embeddings=setting.tokens,
-        use_cache=False,
-        tie_word_embeddings=False,
-    )
-    with torch.device(setting.device):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-        if setting.lora:
-            import peft
-
-            adapters = peft.LoraConfig(r=setting.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-            model = peft.get_peft_model(model, adapters).to(torch.bfloat16)
-    return model.train()
-
-
 def compiled(model: Any, way: str, budget_bytes: int, setting: Setting) -> Any:
     """The compiled function from token ids to the loss. `budget_bytes` is 0 where the way has no budget."""
 
@@ -122,7 +97,14 @@ class Step:
 
     def __init__(self, way: str, budget_bytes: int, setting: Setting) -> None:
         self.device = torch.device(setting.device)
-        self.model = make_model(setting)
+        self.model = make_llama(
+            setting.layers,
+            setting.width,
+            tokens=setting.tokens,
+            vocabulary=setting.vocabulary,
+            device=self.device,
+            lora=setting.lora,
+        )
         self.optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad], lr=1e-4, fused=self.device.type == "cuda"
         )

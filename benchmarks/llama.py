@@ -1,0 +1,79 @@
+"""transformers' Llama with random weights, as users train it: its vocabulary, its loss, bfloat16.
+
+make_llama(...)           the model itself, or with adapters of peft
+LlamaByBlocks(...)        the same layers, each compiled and sharded on its own, the last layer with the loss as one
+
+           ids --> embed --> layer --> layer ... --> [norm, last layer, loss] --> loss
+compiled             no      each      each          one graph, so that the loss can be computed in chunks
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["LlamaByBlocks", "make_llama"]
+
+
+def make_llama(layers: int, width: int, *, tokens: int, vocabulary: int, device: torch.device, lora: int = 0) -> Any:
+    """In training mode. `lora` is the rank of adapters of all linear layers but the last; 0 trains the whole model."""
+    import transformers
+
+    torch.manual_seed(0)
+    heads = max(width // 128, 4)
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=7 * width // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 4, 1),
+        max_position_embeddings=tokens,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    with device:
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        if lora:
+            import peft
+
+            adapters = peft.LoraConfig(r=lora, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = peft.get_peft_model(model, adapters).to(torch.bfloat16)
+    return model.train()
+
+
+class LastLayer(nn.Module):
+    """The norm, the last linear layer, and transformers' loss over shifted labels."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.norm, self.out, self.loss = model.model.norm, model.lm_head, model.loss_function
+        self.vocabulary = model.config.vocab_size
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        loss: Tensor = self.loss(logits=self.out(self.norm(x)), labels=ids, vocab_size=self.vocabulary)
+        return loss
+
+
+class LlamaByBlocks(nn.Module):
+    """`forward(ids [batch, tokens], checkpointed=True)` computes each layer again in the backward. Returns the loss."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.embed, self.rotary = model.model.embed_tokens, model.model.rotary_emb
+        self.blocks = model.model.layers
+        self.last = LastLayer(model)
+
+    def forward(self, ids: Tensor, checkpointed: bool = False) -> Tensor:
+        x = self.embed(ids)
+        angles = self.rotary(x, torch.arange(ids.shape[1], device=ids.device)[None])
+        for block in self.blocks:
+            if checkpointed:
+                x = checkpoint(block, x, position_embeddings=angles, use_reentrant=False)
+            else:
+                x = block(x, position_embeddings=angles)
+        loss: Tensor = self.last(x, ids)
+        return loss
