@@ -47,7 +47,6 @@ from train_gpt import read_corpus
 import aot_hooks
 from aot_hooks.integrations.transformers import AotHooksCallback
 
-VOCABULARY = 256
 ROWS = (
     "stock",
     "checkpointing",
@@ -81,11 +80,12 @@ class Setting:
     batch: int
     step_count: int
     dtype: torch.dtype
+    vocabulary: int  # words of the model; the text has 256
     inner: str  # of the hooks; stock runs the same way
 
 
-LARGE = Setting(16, 2048, 32, 2048, 8, 20, torch.bfloat16, "inductor")
-SMALL = Setting(2, 64, 4, 64, 4, 6, torch.float32, "aten")
+LARGE = Setting(16, 2048, 32, 2048, 8, 20, torch.bfloat16, 256, "inductor")
+SMALL = Setting(2, 64, 4, 64, 4, 6, torch.float32, 256, "aten")
 
 
 class Text(torch.utils.data.Dataset[dict[str, Any]]):
@@ -144,7 +144,7 @@ class Watch(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
 def make_model(setting: Setting, *, float8: bool) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=setting.vocabulary,
         hidden_size=setting.width,
         intermediate_size=4 * setting.width,
         num_hidden_layers=setting.layer_count,
@@ -302,6 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="default: 20, 6 with --small")
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed")
     parser.add_argument("--layers", type=int, help="default: 16 layers, 1B parameters")
+    parser.add_argument("--vocabulary", type=int, help="words of the model, of which the text has 256; default: 256")
     parser.add_argument("--budget-gib", type=float, help="the budget in GiB")
     parser.add_argument(
         "--profile", action="store_true", help="record the kernels of the last step, which is not timed then (CUDA)"
@@ -313,7 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
     if wrong := [name for name in names if name not in ROWS]:
         parser.error(f"no row {wrong[0]!r}; there are {', '.join(ROWS)}")
     setting = SMALL if options.small else LARGE
-    changes = {"step_count": options.steps, "layer_count": options.layers}
+    changes = {"step_count": options.steps, "layer_count": options.layers, "vocabulary": options.vocabulary}
     setting = dataclasses.replace(setting, **{name: value for name, value in changes.items() if value is not None})
     if setting.step_count <= options.warmup:
         parser.error(f"--steps {setting.step_count} leaves nothing to time after --warmup {options.warmup}")
