@@ -286,6 +286,8 @@ def main() -> None:
             found = measured(row, said, mesh, device, peaks)
             peaks[row] = found["peak_gib"]
         except (RuntimeError, ValueError) as error:  # out of memory, or a way that can't be: the other rows go on
+            if said.verbose and rank == 0:
+                traceback.print_exc()
             found = {"row": row, "error": first_line(error)}
             traceback.clear_frames(error.__traceback__)
         if rank == 0:
