@@ -81,7 +81,29 @@ def _grouped_operations(a: torch.Tensor, b: torch.Tensor, *args: Any, out_val: A
     return 2 * a.numel() * b.shape[-1] // groups
 
 
-_FORMULAS = {"_grouped_mm": _grouped_operations}  # torch has none for it, up to 2.15
+def _attention_operations(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, out_val: Any = None, **kwargs: Any
+) -> int:
+    """Those of two products for each head of `query` [batch, head, token, channel], which others may have fewer of."""
+    batch, heads, tokens, channels = query.shape
+    return 2 * batch * heads * tokens * key.shape[2] * (channels + value.shape[3])
+
+
+def _attention_backward_operations(grad: torch.Tensor, query: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
+    """Those of five products: the scores once more, and the gradients of values, scores, queries and keys."""
+    batch, heads, tokens, channels = query.shape
+    key, value, *_ = rest
+    return 2 * batch * heads * tokens * key.shape[2] * (3 * channels + 2 * value.shape[3])
+
+
+_SCALED = "_scaled_dot_product_"  # begins the operators of attention on [batch, head, token, channel]
+# torch has no formula for grouped products, nor for attention on a CPU. Those it has for attention raise, up to torch
+# 2.11, if keys have fewer heads than queries.
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "_grouped_mm": _grouped_operations,
+    **{name: _attention_operations for name in ATTENTION if name.startswith(_SCALED)},
+    **{name: _attention_backward_operations for name in ATTENTION_BACKWARD if name.startswith(_SCALED)},
+}
 
 
 def has_formula(node: Node) -> bool:
@@ -290,7 +312,7 @@ def predicted_ms(*graphs: Any, **settings: Any) -> float:
 
 
 def _operation_count(node: Node) -> int:
-    formula = flop_registry.get(_packet(node)) or _FORMULAS[_name(node)]
+    formula = _FORMULAS.get(_name(node)) or flop_registry[_packet(node)]
     count = _count(formula, *leaves_of((node.args, dict(node.kwargs), node.meta.get("val"))))
     # causal attention skips half of the products, which the formulas count
     return count // 2 if argument_called("is_causal", node) is True else count

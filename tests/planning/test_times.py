@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.flop_counter
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import symbolic_trace
@@ -360,6 +361,21 @@ def test_estimates_take_what_was_measured_of_attention(monkeypatch: pytest.Monke
     assert ms(fuse_loops=True) == 12.0 != by_formula and ms() == scheduled
     monkeypatch.setattr(roofline, "measured_ms", lambda _: None)
     assert ms(fuse_loops=True) == by_formula
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn", "cpu"])
+def test_attention_counts_each_head_of_queries(kind: str) -> None:
+    """Keys and values have a fourth of the heads. There are two products forward, five backward."""
+    q, k, v = (torch.empty(2, n, 64, 16, device="meta") for n in (8, 2, 2))
+    one = 2 * 2 * 8 * 64 * 64 * 16  # operations of a product over all heads of queries
+    suffix = "flash_attention_for_cpu" if kind == "cpu" else f"{kind}_attention"
+    name = f"_scaled_dot_product_{suffix}"
+    forward, backward = (roofline._FORMULAS[n] for n in (name, f"{name}_backward"))
+    assert forward(q, k, v, 0.0, True, out_val=(q,)) == 2 * one
+    assert backward(q, q, k, v, q, out_val=(q, k, v)) == 5 * one
+    if kind != "cpu":
+        equal_heads = torch.utils.flop_counter.flop_registry[getattr(AT, name)]
+        assert equal_heads(q, q, q, out_val=(q,)) == forward(q, q, q)
 
 
 @pytest.mark.gpu
