@@ -132,6 +132,13 @@ def _row_length(node: Node) -> int:
     return math.prod(sizes[len(kept) :]) if sizes[: len(kept)] == kept else 0
 
 
+def _reads_short_numbers(node: Node) -> bool:
+    """Whether the factors of a product have at most 16 bits. Its sums may be float32 all the same."""
+    sources = [n.meta.get("val") for n in node.all_input_nodes]
+    floats = [x for x in sources if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim > 1]
+    return any(x.element_size() <= 2 for x in floats)
+
+
 def _runs_fused(node: Node, fuse_loops: bool) -> bool:
     return fuses(node) or has_tag(node, torch.Tag.reduction) or (fuse_loops and is_loop(node))
 
@@ -198,7 +205,7 @@ def node_ms(
         if fuse_loops and is_attention(node) and (alone_ms := measured_ms(node)):
             found[node] = alone_ms
         elif has_formula(node):
-            operations = rate.operations if values[0].element_size() <= 2 else rate.operations32
+            operations = rate.operations if _reads_short_numbers(node) else rate.operations32
             operations *= _SHARES.get(_name(node), _SUSTAINED if fuse_loops else 1.0)
             sources = [target_name(producer(n)) for n in node.all_input_nodes]
             if fuse_loops and values[0].is_cuda and any(source.startswith(_FEW_DIGITS) for source in sources):

@@ -341,6 +341,20 @@ def test_which_attention_is_measured(
     assert bool(asked) == measured
 
 
+def test_products_of_16_bits_are_as_fast_with_sums_in_float32() -> None:
+    rates = speeds.Rates(1e9, 1e9, 1e18, 1e15, 1e13)
+
+    def ms(dtype: torch.dtype) -> float:
+        def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return AT.mm.dtype(a, b, torch.float32) if dtype is not torch.float32 else AT.mm.default(a, b)
+
+        with FakeTensorMode():
+            gm = make_fx(product, tracing_mode="fake")(*(torch.empty(512, 512, dtype=dtype, device="meta"),) * 2)
+        return sum(roofline.node_ms(gm, lambda _: rates, True).values())
+
+    assert ms(torch.float32) == pytest.approx(100 * ms(torch.bfloat16), rel=1e-3)
+
+
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return AT._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True)[0]
 
