@@ -177,7 +177,7 @@ def measured(
     else:
         stack, x = stack_and_input(device, **sizes)
     run = prepared(row, said, stack, mesh, budget_gib)
-    optimizer = torch.optim.AdamW(stack.parameters(), lr=1e-5, foreach=True) if said.vocabulary else None
+    optimizer = torch.optim.AdamW(stack.parameters(), lr=1e-5, fused=device.type == "cuda") if said.vocabulary else None
     lengths = itertools.cycle(said.tokens * n // 16 for n in LENGTHS) if said.varied else itertools.repeat(said.tokens)
 
     def varied() -> Tensor:
