@@ -27,9 +27,10 @@ from cudagraph import settling
 
 from ..errors import UnusedWarning
 from ..graphs.speeds import measured_rates
-from ..steps.follow import Follower, ItemAction, SavedItem
+from ..steps.follow import Follower
 from ..steps.plan import Do, StepPlan, Terms, plan_step
 from ..steps.recorder import Trace
+from ..steps.saved import ItemAction, SavedItem
 from ..torch_private.autograd import keeps_graph
 from ..torch_private.inductor_lowering import ALIGNMENT, lower_to_call
 from . import copies
@@ -59,7 +60,7 @@ def _offload_together(
     ticket = torch.frombuffer(memory, dtype=torch.int64)
     captured = is_captured(device)
     start = follower_of(device).start_captured if captured else follower_of(device).start
-    items, actions = start([x.nbytes for x in kept], Terms(*terms))
+    items, actions = start([x.nbytes for x in kept], Terms.of(terms))
     _items[ticket.data_ptr()] = items
     weakref.finalize(memory, _release, ticket.data_ptr(), device).atexit = False  # if something below raises, too
     _carry_out(actions, device)
@@ -218,13 +219,13 @@ def _times(device: torch.device, runs: list[list[Any]]) -> list[list[float]] | N
     return [list(itertools.accumulate((run[0].elapsed_time(mark) for mark in run), max)) for run in runs]
 
 
-def _plan(device: torch.device, trace: Trace, at_ms: Sequence[float], share: float) -> StepPlan:
+def _plan(device: torch.device, trace: Trace, at_ms: Sequence[float], share: float, spare_bytes: int) -> StepPlan:
     """The plan for a step whose events run `at_ms`, on a link with `share` of its speed."""
     rates = measured_rates(device)
     links = (call.terms[2:4] for call in trace.calls if call.terms.to_host)
     to_host, to_device = next(links, (rates.to_host, rates.to_device))
-    plan = plan_step(trace, at_ms, share * to_host, share * to_device)
-    if not plan.sent_bytes and share == 1.0:
+    plan = plan_step(trace, at_ms, share * to_host, share * to_device, spare_bytes)
+    if not plan.sent_bytes and share == 1.0 and plan.excess_bytes is None:
         warnings.warn(
             f"aot_hooks.offload: a step of {plan.graph_count} calls of compiled graphs sends none of its {plan.nbytes} "
             f"bytes: its forward of {plan.forward_ms:.1f} ms and backward of {plan.backward_ms:.1f} ms hide no copies. "

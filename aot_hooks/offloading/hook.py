@@ -41,7 +41,7 @@ class OffloadSettings:
     max_stall_ms: float
     rates: Rates | None
     across_graphs: bool = False
-    for_budget: bool = False
+    room: tuple[float, ...] = ()  # of a budget, see `Terms`
 
 
 def settings_of(hook: Hook) -> OffloadSettings | None:
@@ -54,14 +54,14 @@ def unrounded(hook: Hook) -> Hook | None:
     settings = settings_of(hook)
     if settings is None or not hook.lossy:
         return None
-    limits = {name: value for name, value in vars(settings).items() if name not in ("exact", "for_budget")}
-    return for_budget(offload(**limits)) if settings.for_budget else offload(**limits)
+    limits = {name: value for name, value in vars(settings).items() if name not in ("exact", "room")}
+    return offload_in_room(offload(**limits), settings.room)
 
 
-def for_budget(hook: Hook) -> Hook:
-    """`hook`, an `offload`, for a budget that counts on what it sends, see `Terms.for_budget`."""
+def offload_in_room(hook: Hook, room: tuple[float, ...]) -> Hook:
+    """`hook`, an `offload`, for a budget that has `room` for what it does not send, see `Terms.room`."""
     pack: Any = hook.pack
-    return hook_of(replace(pack, settings=replace(pack.settings, for_budget=True)), hook.unpack)
+    return hook_of(replace(pack, settings=replace(pack.settings, room=room)), hook.unpack) if room else hook
 
 
 @dataclass(frozen=True)

@@ -189,8 +189,7 @@ def _scheduled(
         to_host=rates.to_host,
         to_device=rates.to_device,
         limits=[Limits(settings.in_flight_bytes, settings.max_stall_ms) for settings in kinds],
-        wait_gaps=forward.gaps,
-        reload_gaps=backward.gaps,
+        gaps=(forward.gaps, backward.gaps),
     )
     return pairs, planned_now, planned
 
@@ -216,8 +215,7 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
         if _CANDIDATE in slot.meta and slot.users and isinstance(value, Node) and has_own_memory(value):
             settings, limit, device, _ = slot.meta[_CANDIDATE]
             link = (settings.rates.to_host, settings.rates.to_device) if settings.rates else (0.0, 0.0)
-            terms = Terms(settings.in_flight_bytes, settings.max_stall_ms, *link)
-            terms = terms._replace(for_budget=settings.for_budget)
+            terms = Terms(settings.in_flight_bytes, settings.max_stall_ms, *link)._replace(room=settings.room)
             # torch saves those without a check of versions after the others
             kinds[device, limit, terms, value.meta.get(NO_VERSION_CHECK)].append((value, slot))
     groups = []
@@ -258,7 +256,7 @@ def _cross_together(
     values, slots = [value for value, _ in pairs], [slot for _, slot in pairs]
     fakes = [value.meta["val"] for value in values]
     carried = [i for i, fake in enumerate(fakes) if not all(isinstance(n, int) for n in fake.shape)]
-    numbers = [*map(float, terms._replace(is_symbolic=bool(carried)))]
+    numbers = terms._replace(is_symbolic=bool(carried)).numbers()
     with fw.graph.inserting_after(after):
         out = fw.graph.call_function(offload_together, (values, limit, numbers, carried))
     with fw.graph.inserting_after(out):

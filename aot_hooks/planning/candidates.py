@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +36,7 @@ from ..hook import KEEP, Hook
 from ..library.float8 import float8
 from ..library.integer import int4, int8
 from ..library.lossless import lossless
-from ..offloading.hook import for_budget, offload, settings_of
+from ..offloading.hook import offload, offload_in_room, settings_of
 from ..offloading.transfers import COPIES
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Plan
@@ -50,7 +48,7 @@ from .in_step import bytes_of
 from .kernels import split_and_hold
 from .options import Graphs, Joint, error_of, layers_of, storages_in_scope
 from .recomputation import of_blocks
-from .simulated import Call, Predicted, Whole, predicted
+from .simulated import Call, Predicted, Whole, predicted, room_of
 from .step import COMPUTED, KEPT, RECOMPUTE, Option, Step
 
 # what is computed again
@@ -71,15 +69,9 @@ ERROR = 0.9  # The share of `max_error` that a plan may have by its estimate, fo
 _STATISTIC = 64  # A value with fewer than one in so many of the forward's most elements is a statistic.
 _MASKS = "lossless()"
 
-# Of copies that are planned for all calls of a step:
-_STALLS = (0.01, 0.03, 0.1, 0.3, math.inf)  # Shares of a step that copies may hold it up, tried in this order.
-_HALVED = 3  # So many times the interval between the last share that is too short and the first that fits is halved.
-# At run time copies may hold a step up this many times longer than planned, and by this share of it more: what is
-# sent must not be less than planned if the compute is faster than predicted.
-_STALL_ROOM, _STALL_SHARE = 1.5, 0.01
 _MIN_BYTES = 1 << 20  # Smaller tensors stay on the device, as in `offload()`.
+_IN_FLIGHT_SHARE = 0.125  # Of a budget, for the inputs of blocks: their copies are planned for each graph.
 _IN_FLIGHT = 768 << 20  # Bytes of copies that are started and not waited for, at most; measured with 16 blocks of 8B.
-_IN_FLIGHT_SHARE = 0.125  # The same as a share of the budget.
 
 
 @dataclass(frozen=True)
@@ -298,44 +290,29 @@ class Simulation:
         return [way for way in found if way.form is rounded[0] or way.form not in rounded] if rounded else found
 
     def _typed(self, graphs: Graphs, way: Way, rates: Rates | None) -> Typed | None:
-        """One way, with copies that hold the step up as little as its peak allows; None if it is over the peak."""
-        few = min(_IN_FLIGHT, *(int(_IN_FLIGHT_SHARE * whole.peak) for whole in self.wholes))
+        """One way, with as few copies as its peak needs; None if it is over the peak."""
         across = way.sends and way.again != BLOCKS  # inputs of blocks are few bytes: every call sends all of them
-
-        def rule(max_stall_ms: float, in_flight: int = few) -> Any:
-            limits: dict[str, Any] = {"in_flight_bytes": in_flight, "min_bytes": _MIN_BYTES, "rates": rates}
-            if not across:
-                return way.rule(**limits)
-            return for_budget(way.rule(**limits, max_stall_ms=max_stall_ms, across_graphs=True))
-
-        found, plan, live = self._rewritten(graphs, way, rule(0.0))
+        limits: dict[str, Any] = {"in_flight_bytes": _IN_FLIGHT, "min_bytes": _MIN_BYTES, "rates": rates}
+        if across:
+            limits["across_graphs"] = True
+        else:
+            limits["in_flight_bytes"] = min(_IN_FLIGHT, *(int(_IN_FLIGHT_SHARE * whole.peak) for whole in self.wholes))
+        hook = way.rule(**limits)
+        found, plan, live = self._rewritten(graphs, way, hook)
         if way.again == BLOCKS and error_within(plan, way, self.stock) > ERROR * self.max_error:
             return None
         call = _call(found, plan, live)
         inputs_bytes = sum(self._sent_inputs(graphs, way).values())
         # What one call returns is gone once the next one has run, and counts there meanwhile. That of the last stays.
         call = call._replace(nbytes=call.nbytes._replace(held=call.nbytes.held - 2 * inputs_bytes))
-        step_ms = self.wholes[-1].slowness * self.wholes[-1].calls * (call.forward_ms + call.backward_ms)
-
-        def steps(in_flight: int, max_stall_ms: float) -> list[Predicted] | None:
-            """The steps with copies that may hold them up so long; None if one is over its peak."""
-            found = [predicted(whole, call, in_flight, max_stall_ms, rates) for whole in self.wholes]
-            found = [step._replace(peak=step.peak + inputs_bytes) for step in found]
-            fits = all(step.peak <= whole.peak for step, whole in zip(found, self.wholes, strict=True))
-            return found if fits else None
-
-        if not across:
-            best = steps(few, 0.0)
-            return None if best is None else Typed(way, found.fw, found.bw, plan, live, call, best[-1])
-        # Copies wait less if more of them are in flight, if there is room for that.
-        tried = [(n, *_least_stall(partial(steps, n), step_ms)) for n in dict.fromkeys((_IN_FLIGHT, few))]
-        fitting = [(stall_ms, n, best[-1]) for n, stall_ms, best in tried if best is not None]
-        if not fitting:
+        steps = [predicted(whole, call, rates) for whole in self.wholes]
+        if any(step.peak + inputs_bytes > whole.peak for step, whole in zip(steps, self.wholes, strict=True)):
             return None
-        stall_ms, in_flight, step = min(fitting, key=operator.itemgetter(0))
-        allowed_ms = _STALL_ROOM * stall_ms + _STALL_SHARE * step_ms  # known only now
-        found, plan, live = self._rewritten(graphs, way, rule(allowed_ms, in_flight))
-        return Typed(way, found.fw, found.bw, plan, live, call, step)
+        if across:  # the room is known only now
+            rooms = [room_of(whole, call) for whole in self.wholes]
+            room = tuple(map(min, zip(*rooms, strict=True))) if len({*map(len, rooms)}) == 1 else rooms[-1]
+            found, plan, live = self._rewritten(graphs, way, offload_in_room(hook, room))
+        return Typed(way, found.fw, found.bw, plan, live, call, steps[-1])
 
     def _rewritten(self, graphs: Graphs, way: Way, hook: Any) -> tuple[Graphs, Plan, tuple[LivePoint, ...]]:
         """A copy of `graphs` with a hook for all, as the backend makes it for users who type it.
@@ -378,23 +355,6 @@ class _AlsoInputs:
     def __call__(self, saved: SavedTensor) -> Hook:
         takes = saved.name in self.names if saved.is_input else not saved.is_output
         return choose(self.hook, saved) if takes else KEEP
-
-
-def _least_stall(
-    steps: Callable[[float], list[Predicted] | None], step_ms: float
-) -> tuple[float, list[Predicted] | None]:
-    """About the shortest stall with which steps stay under their peaks, and these steps; None if there is none."""
-    low, high, best = 0.0, 0.0, steps(0.0)
-    for share in _STALLS:
-        if best is None:
-            low, high = high, share * step_ms
-            best = steps(high)
-    for _ in range(_HALVED if best is not None and math.isfinite(high) and high else 0):
-        if (found := steps((low + high) / 2)) is None:
-            low = (low + high) / 2
-        else:
-            high, best = (low + high) / 2, found
-    return high, best
 
 
 def _call(graphs: Graphs, plan: Plan, live: Sequence[LivePoint]) -> Call:

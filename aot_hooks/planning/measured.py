@@ -7,6 +7,8 @@ forward starts: a bytes allocated        backward has run: at most n since the c
 2nd step   over the budget: the excess over the prediction is taken off, and the function is compiled once more
 the tighter plan's steps are measured likewise; if one is over the budget too, a warning says by how much, and where
 
+Copies that are decided at run time need no compilation: what a step left free, the next ones send less.
+
 `checked` does this for a graph that is the whole step, `StepCheck` for the steps of many.py.
 """
 
@@ -23,11 +25,12 @@ import torch
 
 from ..errors import BudgetWarning, warn_user
 from ..identity.memo import Memo
+from ..offloading.at_run_time import follower_of
 from ..passes.plan import Plan
 from ..steps.schedule import DECIDED_LATER
 from ..torch_private import dynamo
 from ..torch_private.autograd import at_end_of_backward
-from .assignment import Assignment
+from .assignment import UNSEEN, Assignment
 from .step import ALONE
 
 log = logging.getLogger("aot_hooks")
@@ -37,6 +40,7 @@ _TRIES = 3  # calls that are measured alone
 _UNPLANNED = 8  # Steps until copies that are decided at run time follow a plan. Up to then all is sent.
 # The most that a step may take over its predicted time. Steps of FSDP2 on H200s take 1.4; more is a pause.
 _MOST_SLOWNESS = 2.0
+_FREE = 0.01  # A step that leaves less than this share of its budget free sends what it has to.
 _ROOM = 1.25  # times the bytes that a plan did not foresee: the next plan may miss more
 _tighter: Memo[dict[Any, Assignment]] = Memo()  # by `torch.compile` wrapper: by code and budget, the one to plan with
 
@@ -205,6 +209,9 @@ class StepCheck:
         tighter: the steps run a plan that was made tighter because an earlier step was over the budget.
         alone: a step was over the budget, so the counters are restarted for each of the next ones.
         waits: steps that pass before the first is measured.
+        leave_free: plans copies again for a step that left so many bytes free; returns whether that changed anything.
+            None: no copies are decided at run time.
+        given: what `leave_free` was called with last, if that plan was not measured yet.
     """
 
     budget: Assignment
@@ -215,6 +222,8 @@ class StepCheck:
     alone: bool = False
     restarts: int = 0
     waits: int = 0
+    leave_free: Callable[[int], bool] | None = None
+    given: int = 0
 
     def begins(self) -> int | None:
         """A step begins; returns the bytes that are allocated, None if it is not measured."""
@@ -241,6 +250,8 @@ class StepCheck:
         if taken > self.peak and not self.alone:
             self.alone = True  # the first step allocates more, and so may have what ran before
             return 0
+        if self.leave_free is not None and self._plans_again(taken, self.leave_free):
+            return 0
         self.done = True
         if taken <= self.peak:
             return 0
@@ -249,14 +260,26 @@ class StepCheck:
         _warn(self.budget, self.peak, taken, predicted, where, tighter=True)
         return 0
 
+    def _plans_again(self, taken: int, leave_free: Callable[[int], bool]) -> bool:
+        """Have a step that took `taken` bytes send less, or more if it was over. False if it stays as it is."""
+        free = int((1 - UNSEEN) * self.peak) - taken
+        if taken > self.peak and self.given > 0:  # back to the plan that was measured before
+            self.done, free = True, -self.given
+        elif taken <= self.peak and (free < _FREE * self.peak or self.restarts == _TRIES):
+            return False
+        self.given = free
+        return leave_free(free)
+
 
 def step_check(budget: Assignment, plans: Sequence[Plan], *, tighter: bool) -> StepCheck | None:
     """The check of a step with `plans`; None where nothing counts bytes."""
     device, peak = _cuda_device(plans), budget.peak_bytes
     if device is None or peak is None:
         return None
-    at_run_time = any(t.placement.reason == DECIDED_LATER for plan in plans for t in plan.transfers)
-    return StepCheck(budget, peak, Counters(device), tighter, waits=_UNPLANNED if at_run_time else 0)
+    if any(t.placement.reason == DECIDED_LATER for plan in plans for t in plan.transfers):
+        leave_free = follower_of(device).leave_free
+        return StepCheck(budget, peak, Counters(device), tighter, alone=True, waits=_UNPLANNED, leave_free=leave_free)
+    return StepCheck(budget, peak, Counters(device), tighter)
 
 
 def _warn(budget: Assignment, peak: int, taken: int, predicted: int, where: str, *, tighter: bool) -> None:

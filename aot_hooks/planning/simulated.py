@@ -3,13 +3,14 @@
       points    forward 0   another graph   forward 1 | backward 1   another graph   backward 0
       call      its bytes, what it may send, its times --plan_step--> copies of the whole step --> peak, time
 
-Copies of a call hide in the whole step: the first calls send, and the last ones keep.
+Copies of a call hide in the whole step: the first calls send, and the last ones keep what the peak has room for.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,12 +105,14 @@ class Predicted(NamedTuple):
     stall_ms: float  # of the step
 
 
-def predicted(whole: Whole, call: Call, in_flight: float, max_stall_ms: float, rates: Rates | None) -> Predicted:
-    """The peak and the time of a step. It may get `max_stall_ms` longer; `rates` are None where nothing is sent.
+def predicted(whole: Whole, call: Call, rates: Rates | None) -> Predicted:
+    """The peak and the time of a step that sends as little as its peak needs. `rates`: None if nothing is sent.
 
     `Predicted.call_ms` is a predicted time: a stall counts as the share of the step that it is in a measured one.
     """
-    own, others = Sends(call.items, Terms(in_flight, max_stall_ms, 0.0, 0.0)), Sends((), Terms(0.0, 0.0, 0.0, 0.0))
+    call = call if rates else call._replace(items=())
+    own = Sends(call.items, Terms(math.inf, 0.0, 0.0, 0.0, room=room_of(whole, call)))
+    others = Sends((), Terms(0.0, 0.0, 0.0, 0.0))
     calls: list[Sends] = []
     events: list[Event] = []
     at_ms, now, number = [], 0.0, {}  # the number in the trace of each call of the graph
@@ -122,36 +125,24 @@ def predicted(whole: Whole, call: Call, in_flight: float, max_stall_ms: float, r
         took = whole.slowness * (m.ms if m.call < 0 else call.forward_ms if forward else call.backward_ms)
         at_ms.append(now + took if forward else now)  # a forward's items start at its end
         now += took
-    live, stall_ms, sent_bytes = [sum(call.items) * n for n in _holding(whole)], 0.0, 0
-    if rates is not None and call.items:
-        link = whole.link_share * rates.to_host, whole.link_share * rates.to_device
-        plan = plan_step(Trace(tuple(calls), tuple(events)), at_ms, *link)
-        live, sent_bytes = [*plan.live_bytes], plan.sent_bytes
-        stall_ms = plan.at_ms[-1] - (at_ms[-1] - at_ms[0]) + link_ms(sent_bytes, rates)
+    link = (whole.link_share * rates.to_host, whole.link_share * rates.to_device) if rates else (1.0, 1.0)
+    plan = plan_step(Trace(tuple(calls), tuple(events)), at_ms, *link)
+    stall_ms = plan.at_ms[-1] - (at_ms[-1] - at_ms[0]) + (link_ms(plan.sent_bytes, rates) if rates else 0.0)
     ms = call.forward_ms + call.backward_ms + stall_ms / (max(1, whole.calls) * whole.slowness)
-    return Predicted(max(_alive(whole, call, live)), ms, stall_ms)
+    return Predicted(whole.peak + int(plan.excess_bytes or 0), ms, stall_ms)
 
 
-def _holding(whole: Whole) -> list[int]:
-    """How many calls of the graph hold their items from each moment to the next; one that runs backward counts."""
-    found, count = [], 0
-    for m in whole.points:
-        found.append(count + (m.call >= 0 and m.phase == "forward"))
-        count += 0 if m.call < 0 else 1 if m.phase == "forward" else -1
-    return found
-
-
-def _alive(whole: Whole, call: Call, live: Sequence[int]) -> Iterator[int]:
-    """What is alive at each moment. `live`: bytes of items on the device from each moment to the next."""
+def room_of(whole: Whole, call: Call) -> tuple[float, ...]:
+    """The bytes that items of other calls may take on the device while a call runs, see `Terms.room`."""
+    room = {phase: [whole.peak] * (whole.calls + 1) for phase in ("forward", "backward")}
     base, waiting = call.nbytes.held - sum(call.items), 0
-    for i, m in enumerate(whole.points):
-        forward, ours = m.phase == "forward", m.call >= 0
-        items = (live[i - 1] if i else 0) if forward else live[i]
-        if ours and not forward:  # its own items count as a part of what its backward takes
-            waiting -= 1
-            items -= sum(call.items)
-        yield m.nbytes + waiting * base + items + (getattr(call.nbytes, m.phase) if ours else 0)
+    for m in whole.points:
+        ours, forward = m.call >= 0, m.phase == "forward"
+        waiting -= ours and not forward
+        beside = m.nbytes + waiting * base + (getattr(call.nbytes, m.phase) if ours else 0)
+        room[m.phase][waiting] = min(room[m.phase][waiting], whole.peak - beside)
         waiting += ours and forward
+    return tuple(map(float, room["forward"] + room["backward"]))
 
 
 def held_on_average(whole: Whole, nbytes: Bytes, peak: int) -> int:

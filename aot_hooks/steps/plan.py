@@ -5,16 +5,19 @@
 
 An item is one tensor that a call saves. Item n is the n-th of the step. A pure function of a trace and its times:
 follow.py records these, and follows the plan.
+
+Two things limit what is sent. A hook that a user types says how long its copies may hold the step up: as much is sent
+as fits into that. A budget says how many bytes may be on the device: as little is sent as that needs.
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -34,9 +37,20 @@ class Terms(NamedTuple):
     to_device: float
     ends_graph: float = True  # no other operator of its graph comes after this one
     is_symbolic: float = False  # the bytes of its tensors differ from call to call
-    # The sender is a budget, which relies on the bytes that leave the device. So every operator sends all its tensors
-    # until a plan exists, and no plan is tried that sends less.
-    for_budget: float = False
+    room: tuple[float, ...] = ()
+    """Of a budget: the bytes that items may take on the device, beside those of the call that runs. (): no budget.
+
+    The first half is for forwards, the second for backwards. Entry n is for n other calls of the graph that hold items.
+    """
+
+    @staticmethod
+    def of(numbers: Sequence[float]) -> Terms:
+        in_flight_bytes, max_stall_ms, to_host, to_device, ends_graph, is_symbolic, *room = numbers
+        return Terms(in_flight_bytes, max_stall_ms, to_host, to_device, ends_graph, is_symbolic, tuple(room))
+
+    def numbers(self) -> list[float]:
+        *single, room = self
+        return [*map(float, single), *room]
 
 
 class Sends(NamedTuple):
@@ -71,6 +85,7 @@ class StepPlan:
         nbytes, sent_bytes: bytes that could be sent in the step, and those that are.
         live_bytes: bytes of items on the device from each event to the next, if nothing is kept for a second backward.
         held_bytes: the most of `live_bytes` in the forward, and in the backward.
+        excess_bytes: by how much items take more than a budget has room for; below 0 if less. None: no budget.
         at_ms: when each event runs, with the stalls that are predicted.
         forward_ms, backward_ms: from the first event to the first backward, and from there to the last, without stalls.
         allowed_ms: how much longer the step may get by the limits of its hooks.
@@ -84,11 +99,17 @@ class StepPlan:
     sent_bytes: int
     live_bytes: tuple[int, ...]
     held_bytes: tuple[int, int]
+    excess_bytes: float | None
     at_ms: tuple[float, ...]
     forward_ms: float
     backward_ms: float
-    allowed_ms: float
-    to_host: float
+    allowed_ms: float = 0.0
+    to_host: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether it stays within the room of its budget, if it has one."""
+        return self.excess_bytes is None or self.excess_bytes <= 0
 
 
 def graph_count(trace: Trace) -> int:
@@ -100,10 +121,12 @@ class _Items(NamedTuple):
     """The items of a trace, by number."""
 
     nbytes: list[int]
+    call: list[int]  # the call that saves each
     begin: list[int]  # the event that starts each
     read: dict[int, int]  # the event of its first backward, if it has one
     terms: list[Terms]
     backward: int  # the first event that reads an item
+    event_count: int
 
     @classmethod
     def of(cls, trace: Trace) -> _Items:
@@ -117,41 +140,67 @@ class _Items(NamedTuple):
                     begin[number] = i
                 else:
                     read.setdefault(number, i)
-        return cls(nbytes, begin, read, terms, min(read.values(), default=len(trace.events)))
+        call = [number for number, sends in enumerate(trace.calls) for _ in sends.nbytes]
+        return cls(nbytes, call, begin, read, terms, min(read.values(), default=len(trace.events)), len(trace.events))
 
 
-def plan_step(trace: Trace, at_ms: Sequence[float], to_host: float, to_device: float) -> StepPlan:
+def plan_step(
+    trace: Trace, at_ms: Sequence[float], to_host: float, to_device: float, spare_bytes: float = 0
+) -> StepPlan:
     """Plan a step whose events ran `at_ms`. `to_host`, `to_device`: bytes a second over the link.
 
-    Sends items in the order in which they start, as long as compute hides the copies. The smallest of them stay, up to
-    2% of the bytes that are sent, if no more than that is held besides. So do items that start after the first
-    backward.
+    Sends items in the order in which they start: the first have the most time to go and to come back. So the last ones
+    stay. Items that start after the first backward stay, too.
+
+    With a budget it sends the fewest that leave each moment of the step within its room, with `spare_bytes` more than
+    that. If nothing fits, it sends the fewest that come as near to it as all would.
+
+    Without one it sends as long as compute hides the copies. Then the smallest stay, up to 2% of the bytes that are
+    sent, if no more than that is held besides.
     """
     items = _Items.of(trace)
-    kinds: dict[Limits, int] = {}
+    limits: dict[Limits, int] = {}
     chosen: list[tuple[int, Item]] = []  # those that may be sent, with their numbers
     for number, (nbytes, begin, terms) in enumerate(zip(items.nbytes, items.begin, items.terms, strict=True)):
         if begin < items.backward and number in items.read and nbytes:
-            kind = kinds.setdefault(Limits(terms.in_flight_bytes, terms.max_stall_ms), len(kinds))
+            stall_ms = math.inf if terms.room else terms.max_stall_ms
+            kind = limits.setdefault(Limits(terms.in_flight_bytes, stall_ms), len(limits))
             chosen.append((number, Item(nbytes, begin - 1, items.read[number] - items.backward, kind)))
     took = [b - a for a, b in itertools.pairwise([*at_ms, at_ms[-1]])]
-    parts = took[: items.backward], took[items.backward :]
-    place = functools.partial(schedule, to_host=to_host, to_device=to_device, limits=[*kinds])
-    allowed_ms = max((limit.max_stall_ms for limit in kinds), default=0.0)
+    rooms = list(_rooms(trace))
 
-    def plan_larger(least_bytes: int) -> StepPlan:
-        """The plan that sends items of `least_bytes` or more."""
-        larger = [(number, item) for number, item in chosen if item.nbytes >= least_bytes]
-        found = place([item for _, item in larger], *parts)
-        return _as_plan(trace, items, [number for number, _ in larger], found, took, allowed_ms, to_host * LINK)
+    def plan_of(sent: Sequence[tuple[int, Item]]) -> StepPlan:
+        """The plan that sends no items but `sent`."""
+        numbers = [number for number, _ in sent]
+        free = _room_in_flight(items, {*numbers}, rooms, spare_bytes)
+        found = schedule(
+            [item for _, item in sent],
+            took[: items.backward],
+            took[items.backward :],
+            to_host=to_host,
+            to_device=to_device,
+            limits=[*limits],
+            room=(free[: items.backward], free[items.backward :]) if rooms else None,
+        )
+        plan = _as_plan(trace, items, numbers, found, took, rooms, spare_bytes)
+        return replace(
+            plan, allowed_ms=max((each.max_stall_ms for each in limits), default=0.0), to_host=to_host * LINK
+        )
 
-    plan = plan_larger(0)
+    if rooms:
+        least = max(0.0, plan_of(chosen).excess_bytes or 0.0)
+        counts = range(len(chosen))
+        if math.isinf(least):  # a step that no budget knows
+            return plan_of(chosen)
+        fewest = bisect.bisect_left(counts, True, key=lambda n: (plan_of(chosen[:n]).excess_bytes or 0.0) <= least)
+        return plan_of(chosen[:fewest])
+    plan = plan_of(chosen)
     sizes = sorted(item.nbytes for _, item in chosen)
     small_bytes = _SMALL * plan.sent_bytes
     small = bisect.bisect(list(itertools.accumulate(sizes)), small_bytes)
-    if not math.isfinite(allowed_ms) or not 0 < small < len(sizes):
+    if not math.isfinite(plan.allowed_ms) or not 0 < small < len(sizes):
         return plan
-    larger = plan_larger(sizes[small])
+    larger = plan_of([each for each in chosen if each[1].nbytes >= sizes[small]])
     holds_more = any(a > b + small_bytes for a, b in zip(larger.held_bytes, plan.held_bytes, strict=True))
     return plan if holds_more else larger
 
@@ -162,8 +211,8 @@ def _as_plan(
     numbers: Sequence[int],
     found: Schedule,
     took: Sequence[float],
-    allowed_ms: float,
-    to_host: float,
+    rooms: Sequence[_Room],
+    spare_bytes: float,
 ) -> StepPlan:
     """The plan of a schedule `found` for the items `numbers`, in a step whose events `took` so many milliseconds."""
     sent = {number for number, placement in zip(numbers, found.placements, strict=True) if placement.offloaded}
@@ -172,39 +221,86 @@ def _as_plan(
         for gap, what, i in events:
             if what in _ACTIONS:
                 actions.setdefault(first + gap, []).append((_ACTIONS[what], numbers[i]))
-    live = _live_items(items, actions, sent, len(trace.events))
-    held = max(live[: items.backward], default=0), max(live[items.backward :], default=0)
+    at = {action: i for i, each in actions.items() for action in each}
+    live = _Live.of(items, at, len(trace.events))
+    held = max(live.total[: items.backward], default=0), max(live.total[items.backward :], default=0)
     return StepPlan(
         tuple(number in sent for number in range(len(items.nbytes))),
         actions,
         graph_count(trace),
         sum(items.nbytes),
         sum(items.nbytes[number] for number in sent),
-        tuple(live),
+        tuple(live.total),
         held,
+        max(live.of_others(room) - room.nbytes for room in rooms) - spare_bytes if rooms else None,
         tuple(_with_stalls(found, took, items.backward)),
         found.forward_ms,
         found.backward_ms,
-        allowed_ms,
-        to_host,
     )
 
 
-def _live_items(
-    items: _Items, actions: Mapping[int, Sequence[Action]], sent: Collection[int], event_count: int
-) -> list[int]:
+class _Live(NamedTuple):
     """The bytes of items on the device from each event to the next. Each is there until the event after its read."""
-    at = {action: i for i, found in actions.items() for action in found}
-    change = [0] * (event_count + 2)
-    for number, (nbytes, begin) in enumerate(zip(items.nbytes, items.begin, strict=True)):
-        gone = items.read.get(number, event_count) + 1
-        held = [(begin, gone)]
-        if number in sent:
-            held = [(begin, at[Do.JOIN, number]), (at[Do.FETCH, number], gone)]
-        for first, last in held:
-            change[first] += nbytes
-            change[last] -= nbytes
-    return list(itertools.accumulate(change))[:event_count]
+
+    total: list[int]
+    of_call: dict[int, list[int]]  # those of each call
+
+    @classmethod
+    def of(cls, items: _Items, at: Mapping[Action, int], event_count: int) -> _Live:
+        """`at`: the event of each action."""
+        change: dict[int, list[int]] = defaultdict(lambda: [0] * (event_count + 2))
+        for number, (nbytes, call, begin) in enumerate(zip(items.nbytes, items.call, items.begin, strict=True)):
+            gone = items.read.get(number, event_count) + 1
+            held = [(begin, gone)]
+            if (Do.JOIN, number) in at:
+                held = [(begin, at[Do.JOIN, number]), (at[Do.FETCH, number], gone)]
+            for first, last in held:
+                change[call][first] += nbytes
+                change[call][last] -= nbytes
+        of_call = {call: list(itertools.accumulate(each))[:event_count] for call, each in change.items()}
+        return cls([sum(each) for each in zip(*of_call.values(), strict=True)] or [0] * event_count, of_call)
+
+    def of_others(self, room: _Room) -> int:
+        return sum(self.of_call[call][room.event] for call in room.others if call in self.of_call)
+
+
+def _room_in_flight(items: _Items, sent: Collection[int], rooms: Sequence[_Room], spare_bytes: float) -> list[float]:
+    """The bytes that sent items may take from each event to the next, beside the others."""
+    staying = [0 if number in sent else nbytes for number, nbytes in enumerate(items.nbytes)]
+    live = _Live.of(items._replace(nbytes=staying), {}, items.event_count)
+    found = [math.inf] * items.event_count
+    for room in rooms:
+        found[room.event] = min(found[room.event], room.nbytes + spare_bytes - live.of_others(room))
+    return found
+
+
+class _Room(NamedTuple):
+    """The bytes that items of some calls may take from an event of the step to the next."""
+
+    event: int
+    others: list[int]  # these calls: those of the graphs of a budget, without the graph that runs
+    nbytes: float
+
+
+def _rooms(trace: Trace) -> Iterator[_Room]:
+    """The rooms of a step under budgets, see `Terms.room`. A state that no budget knows has no room."""
+    graph_of = [*itertools.accumulate((bool(sends.terms.ends_graph) for sends in trace.calls), initial=0)]
+    for table in {sends.terms.room: None for sends in trace.calls if sends.terms.room}:
+        yield _Room(0, [], table[0])  # the first forward has run
+        holding: dict[int, list[int]] = {}  # graphs that hold items, with their calls
+        for i, event in enumerate(trace.events):
+            after = trace.events[i + 1] if i + 1 < len(trace.events) else None
+            if trace.calls[event.call].terms.room == table:
+                if event.phase is Phase.FORWARD:
+                    holding.setdefault(graph_of[event.call], []).append(event.call)
+                else:
+                    holding.pop(graph_of[event.call], None)
+            runs = None if after is None or after.phase is Phase.BACKWARD else graph_of[after.call]
+            others = [call for graph, calls in holding.items() if graph != runs for call in calls]
+            count, half = len(holding) - (runs in holding), len(table) // 2
+            phases = {event.phase} if after is None else {event.phase, after.phase}
+            rooms = [table[half * (phase is Phase.BACKWARD) + count] for phase in phases if count < half]
+            yield _Room(i, others, min(rooms, default=-math.inf))
 
 
 def _with_stalls(found: Schedule, took: Sequence[float], backward: int) -> list[float]:

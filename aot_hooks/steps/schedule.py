@@ -18,7 +18,7 @@ import bisect
 import math
 import operator
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -124,8 +124,8 @@ def schedule(
     to_host: float,
     to_device: float,
     limits: Sequence[Limits] = (Limits(),),
-    wait_gaps: Sequence[int] | None = None,
-    reload_gaps: Sequence[int] | None = None,
+    gaps: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
+    room: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> Schedule:
     """Place the copies of `items`.
 
@@ -133,8 +133,10 @@ def schedule(
         forward_ms, backward_ms: how long each step takes.
         to_host, to_device: bytes a second over the link; both ways at once are as fast as each alone.
         limits: the limits of each kind of items.
-        wait_gaps: the gaps where waits for copies out may stand, besides the end; ascending. None: all.
-        reload_gaps: the gaps where copies back may start, besides the first; ascending. None: all.
+        gaps: those where waits for copies out may stand, besides the end; those where copies back may start, besides
+            the first. Ascending. None: all.
+        room: in place of the bytes in flight of `limits`: the most bytes that are on their way out from each gap to the
+            next, and in the backward the most that are back before their step.
     """
     line = _Timeline(
         items,
@@ -143,11 +145,12 @@ def schedule(
         out=to_host * LINK / 1e3,
         back=to_device * LINK / 1e3,
         in_flight_limits=[limit.in_flight_bytes for limit in limits],
-        wait_gaps=range(len(forward_ms) + 1) if wait_gaps is None else [*wait_gaps, len(forward_ms)],
-        reload_gaps=range(len(backward_ms) + 1) if reload_gaps is None else sorted({0, *reload_gaps}),
+        wait_gaps=range(len(forward_ms) + 1) if gaps[0] is None else [*gaps[0], len(forward_ms)],
+        reload_gaps=range(len(backward_ms) + 1) if gaps[1] is None else sorted({0, *gaps[1]}),
+        room=room,
     )
     order = sorted(range(len(items)), key=lambda i: items[i].made)
-    wanted = [i for i in order if not line.too_soon(items[i])]
+    wanted = [i for i in order if room is not None or not line.too_soon(items[i])]
     full = found = line.place(wanted)
     left = [limit.max_stall_ms for limit in limits]  # that each kind may still add
     if full.stall_ms > min((left[items[i].kind] for i in wanted), default=0.0):
@@ -200,6 +203,7 @@ class _Timeline:
     in_flight_limits: list[float]
     wait_gaps: Sequence[int]
     reload_gaps: Sequence[int]
+    room: tuple[Sequence[float], Sequence[float]] | None = None
 
     def too_soon(self, item: Item) -> bool:
         """Whether the copies of `item` take at least as long as it could be away, on a link with nothing else to do."""
@@ -237,12 +241,21 @@ class _Timeline:
             found.of[i] = replace(p, wait=gap, wait_ms=gaps[gap] + stalled, stall_ms=stall)
             found.forward.append((gap, "wait", i))
 
+        def drain(gaps: range) -> None:
+            """Wait in each of `gaps` for the copies that are planned to end there, or have no room any more."""
+            for gap in gaps if self.room is not None else gaps[-1:]:
+                while in_flight and found.of[in_flight[0]].wait <= gap:
+                    wait()
+                while in_flight and self.room is not None and sum(bytes_in_flight) > self.room[0][gap]:
+                    wait(gap)
+
+        drained = 0
         for i in chosen:
             item = self.items[i]
             gap = item.made + 1
-            while in_flight and found.of[in_flight[0]].wait <= gap:
-                wait()
-            while not self._has_room(item, bytes_in_flight):
+            drain(range(drained, gap + 1))
+            drained = gap
+            while self.room is None and not self._has_room(item, bytes_in_flight):
                 wait(gap)
             took = item.nbytes / self.out
             begin = gaps[gap] + stalled
@@ -255,6 +268,8 @@ class _Timeline:
             found.forward.append((gap, "start", i))
             in_flight.append(i)
             bytes_in_flight[item.kind] += item.nbytes
+        if self.room is not None:
+            drain(range(drained, last))
         while in_flight:
             wait(max(found.of[in_flight[0]].wait, found.forward[-1][0]))
 
@@ -288,6 +303,8 @@ class _Timeline:
             next_start = end - item.nbytes / (self.back * _PLANNED)
             gap = max(0, bisect.bisect_right(self.backward, next_start, hi=item.used + 1) - 1)
             latest[i] = self.reload_gaps[bisect.bisect_right(self.reload_gaps, gap) - 1]
+        if self.room is not None:
+            return self._keys_in_room(order, latest, self.room[1])
         keys: dict[int, tuple[int, int, float]] = {}
         key: tuple[int, int, float] = (0, 0, 0.0)
         in_flight: deque[tuple[int, int]] = deque()  # position and item
@@ -306,4 +323,22 @@ class _Timeline:
             keys[i] = key
             in_flight.append((n, i))
             bytes_in_flight[item.kind] += item.nbytes
+        return keys
+
+    def _keys_in_room(
+        self, order: Sequence[int], latest: Mapping[int, int], room: Sequence[float]
+    ) -> dict[int, tuple[int, int, float]]:
+        """As `_reload_keys`: each copy back starts at its latest gap, or later, so that there is room until its use."""
+        back = [0] * len(self.backward)  # bytes that are back early, from each gap to the next
+        keys: dict[int, tuple[int, int, float]] = {}
+        first = 0
+        for i in order:
+            item = self.items[i]
+            gap = item.used
+            while gap > max(first, latest[i]) and back[gap - 1] + item.nbytes <= room[gap - 1]:
+                gap -= 1
+            for each in range(gap, item.used):
+                back[each] += item.nbytes
+            first = max(first, gap)
+            keys[i] = (first, 0, 0.0)
         return keys

@@ -58,7 +58,7 @@ def test_kernels_load_16_bytes_at_once() -> None:
 @pytest.mark.parametrize("max_stall_ms", [0.0, math.inf])
 def test_what_comes_back_is_aligned(max_stall_ms: float) -> None:
     """A tensor that stays may be a view that begins anywhere."""
-    terms = [*map(float, Terms(1 << 30, max_stall_ms, 1.0, 1.0))]
+    terms = Terms(1 << 30, max_stall_ms, 1.0, 1.0).numbers()
     x = torch.arange(4096.0)[1:2049]
     assert x.is_contiguous()
     assert x.data_ptr() % 16

@@ -239,3 +239,31 @@ def test_memory_that_the_loss_takes_makes_the_plan_tighter():
             del held
     first, *_, last = aot_hooks.last_plans(compiled)
     assert last.peak_bytes < first.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("taken", "per_byte", "expected"),
+    [
+        (700, 1.0, [297]),
+        (999, 1.0, []),
+        (700, 0.5, [297, 149]),  # the peak is elsewhere for a part of it
+        (700, 1.5, [297, -297]),  # back to the plan that was measured before
+        (1100, 1.0, [-103]),
+    ],
+    ids=["less", "tight", "slowly", "too much", "over"],
+)
+def test_copies_at_run_time_send_less_by_what_steps_left_free(taken, per_byte, expected):
+    given, counters = [], Scripted([])
+    counters.allocated = lambda: 1000
+    counters.most = lambda: 1000 + int(taken + per_byte * sum(given))
+    leave_free = lambda nbytes: given.append(nbytes) or True  # noqa: E731
+    check = measured.StepCheck(budget(1000), 1000, counters, False, alone=True, waits=2, leave_free=leave_free)
+    for _ in range(12):
+        assert check.ended(check.begins(), 900) == 0
+    assert given == expected and check.done and counters.restarts <= 3
+    assert counters.most() <= 2000, "the last plan is under the peak"
+
+
+def test_a_step_that_sends_all_and_is_over_gets_a_tighter_plan():
+    check = measured.StepCheck(budget(1000), 1000, Scripted([1100]), False, alone=True, leave_free=lambda nbytes: False)
+    assert check.ended(check.begins(), 950) == 188, "5 / 4 of what the plan did not foresee"

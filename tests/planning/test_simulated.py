@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -42,7 +42,7 @@ def random_whole(seed: int) -> tuple[Whole, str, dict[str, Bytes]]:
 def test_without_copies_a_step_takes_what_its_instants_say(seed: int) -> None:
     own, graphs, sizes = random_whole(seed)
     items = (sizes["a"].held // 2, sizes["a"].held // 3)
-    found = predicted(own, Call(sizes["a"], items, 2.0, 3.0), 1e9, 0.0, None)
+    found = predicted(own, Call(sizes["a"], items, 2.0, 3.0), None)
     assert found.peak == max(instant.nbytes(sizes.__getitem__) for instant in instants_of(graphs))
     assert (found.call_ms, found.stall_ms) == (5.0, 0.0) and own.calls == graphs.count("a")
 
@@ -51,26 +51,28 @@ def test_the_whole_step_hides_the_copies_of_its_first_calls() -> None:
     """A call of 2 + 4 ms makes 3 MB, whose copies take 3.2 ms each way: alone it hides none, 12 calls hide most."""
     sizes = {"a": Bytes(4_000_000, 3_000_000, 5_000_000)}
     call = Call(sizes["a"], (1_000_000,) * 3, 2.0, 4.0)
-    alone, many = (predicted(whole("a" * n, sizes), call, 1e9, 0.0, FAST) for n in (1, 12))
+    alone = predicted(whole("a", sizes), call, FAST)
     assert alone.peak == 5_000_000 and alone.call_ms == pytest.approx(6.0)
     all_kept = 11 * 3_000_000 + 5_000_000
-    assert many.peak < 0.55 * all_kept and many.call_ms == pytest.approx(6.0, rel=0.1)
-    slower = predicted(whole("a" * 12, sizes), call, 4e6, math.inf, FAST)
-    assert slower.peak < 0.7 * many.peak and slower.stall_ms > many.stall_ms + 5
+    steps = [predicted(whole("a" * 12, sizes, int(share * all_kept)), call, FAST) for share in (0.7, 0.55, 0.3)]
+    assert all(step.peak <= share * all_kept for step, share in zip(steps, (0.7, 0.55, 0.3), strict=True))
+    assert steps[0].call_ms == pytest.approx(6.0, rel=0.01), "all copies are hidden"
+    assert steps[0].call_ms <= steps[1].call_ms < steps[2].call_ms, "less room, more copies, more stalls"
+    assert predicted(whole("a" * 12, sizes, all_kept), call, FAST).stall_ms == 0.0, "nothing needs to be sent"
 
 
 def test_copies_share_the_link_with_those_of_other_graphs() -> None:
     sizes = {"a": Bytes(4_000_000, 3_000_000, 5_000_000)}
-    call, own = Call(sizes["a"], (1_000_000,) * 3, 2.0, 4.0), whole("a" * 12, sizes)
+    call, own = Call(sizes["a"], (1_000_000,) * 3, 2.0, 4.0), whole("a" * 12, sizes, 20_000_000)
     shared = Whole(own.points, own.peak, link_share=0.5)
-    assert predicted(own, call, 1e9, 0.0, FAST).peak < predicted(shared, call, 1e9, 0.0, FAST).peak
+    assert predicted(own, call, FAST).stall_ms < predicted(shared, call, FAST).stall_ms
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_calls_that_count_alike_stay_under_the_peak_of_those_that_do_not(seed: int) -> None:
     own, graphs, sizes = random_whole(seed)
     call = Call(sizes["a"], (sizes["a"].held,), 2.0, 3.0)
-    peak = max(predicted(own, call, 1e9, math.inf, FAST).peak, 150)
+    peak = max(predicted(replace(own, peak=150), call, FAST).peak, 150)
     alike = {**sizes, "a": sizes["a"]._replace(held=held_on_average(own, sizes["a"], peak))}
     beside = [i.nbytes({**sizes, "a": Bytes(0, 0, 0)}.__getitem__) for i in instants_of(graphs) if i.runs == "b"]
     highest = max(instant.nbytes(alike.__getitem__) for instant in instants_of(graphs))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from aot_hooks.steps import follow
+from aot_hooks.steps import follow, known
 from aot_hooks.steps import plan as plans
 from aot_hooks.steps.plan import Sends, StepPlan, Terms, graph_count, plan_step
 from aot_hooks.steps.recorder import Event, Phase, Trace
@@ -180,10 +180,10 @@ class SharedLink:
             return None  # the device has not reached it
         return [[mark - run[0] for mark in run] for run in runs]
 
-    def plan(self, trace: Trace, at_ms: list[float], share: float) -> StepPlan:
+    def plan(self, trace: Trace, at_ms: list[float], share: float, spare_bytes: int) -> StepPlan:
         self.shares.append(share)
         self.planned_bytes.append(trace.calls[0].nbytes[0])
-        return plan_step(trace, at_ms, 1e6 * share, 1e6 * share)
+        return plan_step(trace, at_ms, 1e6 * share, 1e6 * share, spare_bytes)
 
     def is_planned(self) -> bool:
         return self.steps.run.plan is not None
@@ -236,7 +236,9 @@ def test_the_next_plan_counts_on_the_speed_that_copies_had_in_the_step() -> None
 def test_copies_that_were_faster_than_planned_let_the_next_plan_send_more(stall_ms: float, last: int) -> None:
     link = SharedLink(stall_ms, copy_ms=1.0)
     plan = link.steps.plan
-    link.steps.plan = lambda trace, at_ms, share: plan(trace, at_ms, 0.4 * share)  # measured on a busy link
+    link.steps.plan = lambda trace, at_ms, share, spare: plan(
+        trace, at_ms, 0.4 * share, spare
+    )  # measured on a busy link
     sent = [link.run() for _ in range(48)]
     assert sent[3] < sent[8] == 5, sent
     assert sent[13] < sent[3], "then less than the first"
@@ -260,7 +262,7 @@ def test_the_plan_with_most_copies_stays_of_those_that_are_as_fast() -> None:
 def test_a_plan_that_sends_nothing_replaces_none() -> None:
     link = SharedLink(stall_ms=1.0)
     plan = link.steps.plan
-    link.steps.plan = lambda trace, at_ms, share: plan(trace, at_ms, share if share == 1.0 else 1e-9)
+    link.steps.plan = lambda trace, at_ms, share, spare: plan(trace, at_ms, share if share == 1.0 else 1e-9, spare)
     sent = [link.run() for _ in range(24)]
     assert sent[3:] == [5] * 21, sent
 
@@ -305,13 +307,6 @@ def test_only_the_first_steps_send_what_has_no_plan() -> None:
     assert [anything.run(nbytes=nbytes) for nbytes in range(1, 10)] == [6] * 9, "any stall is allowed"
 
 
-def test_what_a_budget_counts_on_is_sent_with_a_plan_and_without() -> None:
-    counted_on = TERMS._replace(for_budget=True)
-    link = SharedLink(stall_ms=1.0, terms=counted_on)
-    assert [link.run() for _ in range(24)] == [6, 6, 6] + [5] * 21, "no plan is tried that sends less"
-    assert link.run(nbytes=500) == 6, "another step has none yet"
-
-
 def test_steps_that_break_off_do_not_push_out_the_plan() -> None:
     """As a step whose loss reads fewer of its graphs: it begins as the planned one, and ends before it."""
     link = SharedLink(1.0, adapts=False)
@@ -323,7 +318,7 @@ def test_steps_that_break_off_do_not_push_out_the_plan() -> None:
         link.steps.reload([item])
         for gone in link.steps.run.items:
             link.steps.drop([gone])
-    assert link.run() == 5 and len(link.steps.known) == 2
+    assert link.run() == 5 and len(link.steps.known.steps) == 2
 
 
 SYMBOLIC = TERMS._replace(is_symbolic=True)
@@ -371,7 +366,7 @@ def test_few_plans_are_made_for_sizes_that_hardly_come_again() -> None:
             link.wait()
             link.now += 5
             link.steps.drop([item])
-    assert len(link.planned_bytes) <= 2 * follow._MOST_PLANNED and len(link.steps.known) <= follow._MOST_TRACES
+    assert len(link.planned_bytes) <= 2 * known._MOST_PLANNED and len(link.steps.known.steps) <= known._MOST_TRACES
     last = sent[-400:]
     assert sum(n > 0 for n in last) > 0.8 * len(last), last
 

@@ -131,7 +131,7 @@ def test_an_instant_link_sends_all_but_what_is_needed_at_once() -> None:
 
 def test_waits_and_copies_back_stand_where_they_may() -> None:
     items = stack(10, 20 * MB)
-    found = plan(items, [1.0] * 10, [1.0] * 20, wait_gaps=[3, 6], reload_gaps=[5, 10, 15])
+    found = plan(items, [1.0] * 10, [1.0] * 20, gaps=([3, 6], [5, 10, 15]))
     assert {p.wait for p in found.placements if p.offloaded} == {3, 6, 10}
     assert {p.reload for p in found.placements if p.offloaded} <= {0, 5, 10, 15}
     assert found.stall_ms == 0.0
@@ -139,7 +139,7 @@ def test_waits_and_copies_back_stand_where_they_may() -> None:
 
 def test_of_copies_back_in_one_gap_the_first_to_be_used_starts_first() -> None:
     items = [Item(100 * MB, 0, 9), Item(MB, 1, 8)]
-    found = plan(items, [5.0] * 10, [1.0] * 20, reload_gaps=[6])
+    found = plan(items, [5.0] * 10, [1.0] * 20, gaps=(None, [6]))
     large, small = found.placements
     assert large.reload == small.reload == 6
     assert found.stall_ms == 0 and small.back_ms < large.back_ms
@@ -178,7 +178,7 @@ def timelines(draw: st.DrawFn) -> tuple[list[Item], list[float], list[float]]:
     st.tuples(
         *[st.builds(Limits, st.sampled_from([1.0, 400.0 * MB, math.inf]), st.sampled_from([0.0, 3.0, math.inf]))] * 2
     ),
-    st.sampled_from([{}, {"wait_gaps": [], "reload_gaps": []}, {"wait_gaps": [1], "reload_gaps": [0, 1]}]),
+    st.sampled_from([{}, {"gaps": ([], [])}, {"gaps": ([1], [0, 1])}]),
 )
 def test_any_timeline(
     timeline: tuple[list[Item], list[float], list[float]],
