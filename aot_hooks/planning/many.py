@@ -42,9 +42,10 @@ from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value, pytree
 from .apart import averaged, tried_counts
 from .assignment import UNSEEN, Assignment, TightCalls
+from .before_step import BeforeStep
 from .budget import mib
 from .in_step import bytes_of, own_bytes
-from .measured import StepCheck, StepTime, step_check
+from .measured import StepCheck, StepTime, counters_of, step_check
 from .recipe import Recipe
 from .simulated import Whole, whole_of
 from .versions import Mode, Version, held_bytes
@@ -209,7 +210,7 @@ class Graph:
             growth = 1 / self.share_of(sizes)
             nbytes, ms = Bytes.total(map(own_bytes, found)).times(growth), sum(plan.after_ms for plan in found)
             version = Version(self, mode, nbytes, ms=ms)
-            self.group.time.compiled(plans)
+            self.group.compiled(plans)
             if mode is Mode.PLANNED:
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
                 if tight_plans:
@@ -277,6 +278,8 @@ class Group:
         notes_parameters: whether calls note their parameters, to find the bytes of gradients.
         needs_plan: whether a step is to be planned.
         gathered_bytes: what is gathered for the first call, see steps/parameters.py.
+        before: measures what steps allocate before their first call, until the peak was compared with the budget.
+        eager_bytes: what the last measured step allocated before its first call.
         ended: how many steps have ended.
         why: why graphs were compiled again last, for the log.
         incomplete: how many steps in a row had calls without a backward.
@@ -296,6 +299,8 @@ class Group:
     notes_parameters: bool = True
     needs_plan: bool = False
     gathered_bytes: int = 0
+    before: BeforeStep | None = None
+    eager_bytes: int = 0
     ended: int = 0
     why: str = ""
     incomplete: int = 0
@@ -334,9 +339,24 @@ class Group:
             if not step.events:
                 step.notes_parameters = self.notes_parameters
                 step.began = self.time.begins()
-                allocated = None if self.check is None else self.check.begins()
-                # what is gathered for the first call is of the step
-                step.allocated = None if allocated is None else allocated - self.gathered_bytes
+                step.eager_bytes = self._measure_eager_bytes()
+                if self.check is not None and (allocated := self.check.begins()) is not None:
+                    # what is gathered before the first call, and for it, is of the step
+                    step.allocated = allocated - max(self.gathered_bytes, step.eager_bytes)
+
+    def compiled(self, plans: Sequence[Plan]) -> None:
+        """A version of a graph was compiled, with `plans`."""
+        self.time.compiled(plans)
+        if self.before is None and (counters := counters_of(plans)) is not None:
+            self.before = BeforeStep(counters)
+
+    def _measure_eager_bytes(self) -> int:
+        """The bytes that the new step has allocated so far. 0 if no parameters are gathered: they may be inputs."""
+        if self.before is not None and (found := self.before.eager_bytes()) is not None:
+            self.eager_bytes = found
+            if self.check is not None and self.check.done:
+                self.before.close()
+        return self.eager_bytes if self.gathered_bytes else 0
 
     def on_forward_end(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
         if autograd.node_behind(outputs) is None:
@@ -404,6 +424,7 @@ class Group:
             gradients = gradient_bytes(step)
             for graph in {version.graph for version in trace.calls}:
                 graph.frees_inputs = frees_inputs(step, graph)
+            gathered += max(step.eager_bytes - gathered_first, 0)
             self.plan_or_accept(step, trace, lambda key: instants_of(trace, key, gradients, gathered))
 
     def plan_or_accept(self, step: Step, trace: Trace, instants: Callable[..., list[Instant]]) -> None:

@@ -98,6 +98,12 @@ def clock_of(plans: Sequence[Plan]) -> Clock | None:
     return None if device is None or device.type != "cuda" else Clock(device)
 
 
+def counters_of(plans: Sequence[Plan]) -> Counters | None:
+    """The counters of the device that all tensors are saved on; None if nothing counts its bytes."""
+    device = _cuda_device(plans)
+    return None if device is None else Counters(device)
+
+
 def slowness(ms: float, predicted_ms: float) -> float:
     """How many times its predicted time a step takes, from 1 to `_MOST_SLOWNESS`. In quarters, rounded down.
 

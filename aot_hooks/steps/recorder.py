@@ -124,6 +124,7 @@ class Step:
         is_part: it began without calls whose backward runs in it, because these were left out.
         notes_parameters: its calls note their parameters.
         allocated: bytes on the device at its begin, if its owner measures that.
+        eager_bytes: those of them that its own code has allocated before the first call, if its owner measures that.
         began: when it began, if its owner measures that.
     """
 
@@ -137,6 +138,7 @@ class Step:
     is_part: bool = False
     notes_parameters: bool = False
     allocated: int | None = None
+    eager_bytes: int = 0
     began: Any = None
     number: int = field(default_factory=itertools.count().__next__)
 

@@ -17,6 +17,7 @@ import aot_hooks
 from aot_hooks.errors import BudgetWarning
 from aot_hooks.planning import many
 from aot_hooks.planning import measured as measuring
+from aot_hooks.planning.before_step import BeforeStep
 from aot_hooks.steps import parameters
 from aot_hooks.steps.recorder import Recorder, Step
 
@@ -133,6 +134,68 @@ def test_parameters_that_are_gathered_for_the_first_call_are_of_the_step(x, firs
     assert {event.gathered_bytes for trace in group.traces for event in trace} == {2 * parameter_bytes}
     plan = aot_hooks.last_plans(model)[0]
     assert plan.in_step is not None and plan.in_step.other_bytes >= 2 * parameter_bytes
+
+
+class Allocated(Scripted):
+    """Counters with as many bytes allocated as `now` says."""
+
+    now = 0
+
+    def allocated(self) -> int:
+        return self.now
+
+
+def test_what_a_step_allocates_before_its_first_call_is_of_the_step(x, monkeypatch):
+    """As the embedding that FSDP2 gathers, where no compiled block has it: in the plan, and in what is measured."""
+    embedding, held = 1 << 20, 1000
+    x.requires_grad_()
+    model = model_of(*[Block] * 5)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.7) + embedding, max_error=0))
+    begun: list[int] = []
+    counters = Allocated(*[1000] * 12)
+    monkeypatch.setattr(measuring, "Counters", counters)
+    monkeypatch.setattr(measuring, "_cuda_device", lambda plans: torch.device("cpu"))
+    monkeypatch.setattr(measuring, "checked", lambda run, *_: run)
+    monkeypatch.setattr(measuring.StepCheck, "ended", lambda self, before, predicted: begun.append(before) or 0)
+    later = iter([True])  # the first plan is made after the second step, as on CUDA where copies may help
+    monkeypatch.setattr(measuring.StepTime, "waits", lambda *_: next(later, False))
+    gathered = nn.Sequential(*(Gathered(block) for block in model))
+    other = nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.SGD([other])
+    for _ in range(6):
+        counters.now = held + embedding
+        assert_equal(train(gathered, x), expected)
+        other.grad = torch.ones(1000)
+        counters.now = held + other.nbytes
+        optimizer.step()
+        optimizer.zero_grad()
+    assert begun[-1] == held
+    (group,) = many._groups.values()
+    assert {event.gathered_bytes for trace in group.traces for event in trace} == {embedding}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_stay_are_allocated_before_a_step(set_to_none):
+    first, second = (nn.Parameter(torch.zeros(n)) for n in (100, 10))
+    counters = Allocated()
+    before = BeforeStep(counters)
+    for p in (first, second):
+        p.grad = torch.zeros_like(p)
+        counters.now = 5000
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        counters.now -= set_to_none * p.nbytes
+    # the first optimizer's gradient went before the second one stepped: its bytes are none of those 5000
+    assert before.eager_bytes() == 0
+    assert before.eager_bytes() is None  # no optimizer has stepped since
+    optimizer.step()
+    counters.now += 70
+    assert before.eager_bytes() == 70
+    before.close()
+    optimizer.step()
+    assert before.eager_bytes() is None
 
 
 def test_freed_memory_is_seen_in_tensors_of_any_kind():

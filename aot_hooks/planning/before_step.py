@@ -1,0 +1,64 @@
+"""What a step allocates before its first compiled call: FSDP2 gathers parameters that no compiled block has.
+
+    optimizer.step()   zero_grad()   embedding gathered   first compiled call
+          a                                                      b                bytes allocated
+
+Before the step there are a bytes, less those of the gradients that went. The rest of b is what the step's own code has
+allocated. Usually that is the embedding of a language model, which is gathered until the end of the backward: 1 GiB for
+128,256 words of width 4096. A peak that is counted from the first compiled call leaves it out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..steps.parameters import plain_parts
+from .measured import Counters
+
+
+class BeforeStep:
+    """The bytes that are allocated when an optimizer has stepped, less those of gradients that go afterwards.
+
+    It listens to all optimizers until it is closed, or gone.
+    """
+
+    def __init__(self, counter: Counters) -> None:
+        self._counter = counter
+        self._allocated: int | None = None  # after the last step of an optimizer, if no step has begun since
+        self._gradients: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # then: parameters, bytes of gradients
+        this = weakref.ref(self)
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (listener := this()) is not None:
+                listener._note(optimizer)
+
+        handle = register_optimizer_step_post_hook(stepped)
+        self.close = weakref.finalize(self, handle.remove)
+
+    def _note(self, optimizer: torch.optim.Optimizer) -> None:
+        self._gradients = {key: known for key, known in self._gradients.items() if not _is_gone(known[0])}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                nbytes = sum(part.numel() * part.element_size() for part in plain_parts(parameter.grad))
+                self._gradients[id(parameter)] = (weakref.ref(parameter), nbytes)
+        self._allocated = self._counter.allocated()
+
+    def eager_bytes(self) -> int | None:
+        """At a step's first compiled call: the bytes that its code has allocated so far. None: no optimizer has stepped
+        since the step before."""
+        if self._allocated is None:
+            return None
+        freed = sum(nbytes for parameter, nbytes in self._gradients.values() if _is_gone(parameter))
+        found = self._counter.allocated() - (self._allocated - freed)
+        self._allocated = None
+        self._gradients.clear()
+        return max(found, 0)
+
+
+def _is_gone(parameter: weakref.ref[torch.Tensor]) -> bool:
+    """Whether the gradient of `parameter` was freed."""
+    return (alive := parameter()) is None or alive.grad is None
