@@ -3,7 +3,7 @@
     x * 0.5                     x * tensor             a factor or summand, in the dtype in which kernels have numbers
     x.add_(y, alpha=0.5)        x.addcmul_(y, tensor)  both round once, after the sum
     half: x * 0.5               (x.float() * tensor).half()      kernels for half and bfloat16 have numbers in float32
-    CUDA: x / 2.0               x * tensor of 1 / 2.0            as its kernel does
+    CUDA: x / 2.0               x * tensor of 1 / 2.0            as its kernel does, in float32; for lists in float64
     CUDA: x.addcmul_(y, z, value=0.5)    x.addcmul_(y * z, tensor)    as its kernel does; a CPU multiplies y first
 
 Each function returns `NotImplemented` where it can't. What is not in `REWRITES` gets the number as it is.
@@ -225,6 +225,9 @@ def _list(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if kwargs or len(args) != 2 or not is_traced(args[1]):
         return NotImplemented
     xs, number = args
+    if of_one == "div" and is_cuda(xs[0]):
+        number = number.derived(_inverse, number)
+        func, args = torch_cuda.foreach_mul_ if _is_in_place(func) else torch_cuda.foreach_mul, (xs, number)
     dtypes = {x.dtype for x in xs}
     if of_one in ("add", "sub") or len(dtypes) != 1 or not dtypes <= SINGLES:
         return _each(func, args, kwargs)

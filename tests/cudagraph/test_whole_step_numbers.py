@@ -400,6 +400,7 @@ AS_ON_CUDA = {
     "value": lambda x, k: torch.addcmul(x, x, x, value=k) + x.clone().addcdiv_(x, x.exp(), value=k),
     "value, lists": lambda x, k: torch._foreach_addcmul([x, x[:2]], [x, x[:2]], [x, x[:2]], value=k)[0],
     "a quotient, lists": lambda x, k: torch._foreach_addcdiv([x, x[:2]], [x, x[:2]], [x.exp(), x[:2]], value=k)[1],
+    "a divisor, lists of two dtypes": lambda x, k: torch._foreach_div([x, x.double()], k)[0],
     "alpha": lambda x, k: torch.rsub(x, x.exp(), alpha=k) + torch.sub(x, x.bfloat16(), alpha=k),
     "alpha, lists": lambda x, k: torch._foreach_sub([x, x[:2]], [x.exp(), x[:2]], alpha=k)[0],
 }
@@ -415,7 +416,19 @@ def test_numbers_as_kernels_of_cuda_round_them(device, name, monkeypatch):
     for config.k in (*VALUES, 1.0, *VALUES):
         torch.testing.assert_close(step(x), compute(x, config.k), rtol=1e-6, atol=1e-6)
     # A factor of 1 is left out by these kernels, which is another recording.
-    assert step.refused == "" and cudagraph.stats()["recordings"] == (1 if "alpha" in name else 2)
+    assert step.refused == "" and cudagraph.stats()["recordings"] == (2 if "value" in name or "quotient" in name else 1)
+
+
+def test_lists_are_divided_by_a_number_as_on_cuda(device, monkeypatch):
+    """There they are multiplied with its reciprocal, which is rounded once from float64."""
+    monkeypatch.setattr(scalars, "is_cuda", lambda x: True)
+    config, on_cuda = Config(), device.type == "cuda"
+    compute = torch.no_grad()(lambda x, k: torch._foreach_div([x, x[:2]], k)[0])
+    weight = torch.ones(64, device=device, requires_grad=True)
+    step, x = cudagraph.whole_step(lambda x: compute(x * weight, config.k)), torch.linspace(-2, 2, 64, device=device)
+    for config.k in (*VALUES, *(0.01 * 0.75**i for i in range(8))):
+        assert torch.equal(step(x), compute(x, config.k) if on_cuda else x * torch.tensor(1 / config.k))
+    assert step.refused == "" and cudagraph.stats()["recordings"] == 1
 
 
 def test_the_decay_of_a_fused_adamw_as_on_cuda(device, monkeypatch):
