@@ -98,13 +98,14 @@ class TracedLayout:
 def traced_layout(x: torch.Tensor, *, expanded_for_certain: bool) -> TracedLayout:
     """The layout to trace a hook with on fake `x`: that of `x`, or a dense one if a size is symbolic.
 
-    A stride of 0 is kept if `expanded_for_certain`; else real rows may differ where the trace has one row.
+    A stride of 0 is kept if `expanded_for_certain`; else real rows may differ where the trace has one row. Overlaps are
+    not kept: torch 2.11 predicts some for results that have none, as of `rfftn` of a permuted tensor on CUDA.
     """
     expanded = expanded_dimensions(x)
     certain = expanded_for_certain or not expanded
     rows = [d for d in range(x.dim()) if d not in expanded or not certain]
     order = tuple(sorted(rows, key=lambda d: (0, 0) if same_size(x.shape[d], 1) else (1, -hint(x.stride(d)))))
-    known = certain and all(isinstance(n, int) for n in (*x.shape, *x.stride()))
+    known = certain and all(isinstance(n, int) for n in (*x.shape, *x.stride())) and not _reach(x.shape, x.stride())[1]
     return TracedLayout(order, tuple(x.stride()) if known else None)
 
 
@@ -173,15 +174,20 @@ def _dense_strides(shape: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...
     return tuple(strides)
 
 
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool]:
+    """How many numbers lie from the first to the last, and whether some share memory other than by a stride of 0."""
+    reached, overlaps = 1, False
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if stride != 0 and n != 1:
+            overlaps = overlaps or stride < reached
+            reached += (n - 1) * stride
+    return reached, overlaps
+
+
 def _copied_into(y: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """A copy of `y` with `strides`; the numbers in gaps are arbitrary, nobody reads them."""
-    rows, reached, overlaps = y, 1, False
-    for d in sorted(range(y.dim()), key=lambda d: strides[d]):
-        if strides[d] == 0:
-            rows = rows.narrow(d, 0, 1)
-        elif y.shape[d] != 1:
-            overlaps = overlaps or strides[d] < reached
-            reached += (y.shape[d] - 1) * strides[d]
+    reached, overlaps = _reach(y.shape, strides)
+    rows = y[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
     memory = y.new_empty((reached,))
     if overlaps:  # equal values share memory, which `copy_` refuses to write to
         positions = torch.zeros(rows.shape, dtype=torch.int64, device=y.device)
