@@ -94,7 +94,7 @@ POLICIES = [
     pytest.param(int8(), 0.02, marks=pytest.mark.slow),
     (lossless(), 0),
     pytest.param(offload(min_bytes=0), 0, marks=pytest.mark.slow),
-    (budget(max_slowdown=1.0), 0.1),
+    pytest.param(budget(max_slowdown=1.0), 0.1, marks=pytest.mark.slow),
 ]
 
 
@@ -304,6 +304,7 @@ def test_a_model_made_anew_has_the_plans_of_the_graphs_that_it_runs() -> None:
     assert plans[0] is plans[1] is plans[2]
 
 
+@pytest.mark.usefixtures("stock_is_aten")
 def test_a_lost_switch_can_be_ended() -> None:
     x, compiled = torch.randn(8, 32), torch.compile(Net(1))
     for _ in range(2):  # as a cell of a notebook that runs twice

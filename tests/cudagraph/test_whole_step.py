@@ -18,7 +18,7 @@ from whole_steps import OPTIMIZERS, Net, adamw, assert_equal, batches, eager_ste
 import cudagraph
 
 # The others are more of the same: fused or foreach, with more state or less.
-QUICK = {"sgd with momentum", "adam, foreach", "adamw, fused", "muon and adamw"}
+QUICK = {"adam, foreach", "muon and adamw"}
 
 
 @pytest.mark.core
@@ -37,7 +37,10 @@ def test_500_steps_are_those_of_eager_mode(device, name):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["sgd with momentum", "adamw, foreach", "adamw, fused"])
+@pytest.mark.parametrize(
+    "name",
+    ["adamw, foreach", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd with momentum", "adamw, fused"))],
+)
 def test_500_steps_with_all_that_happens(device, name):
     """A schedule, clipping, accumulation, ragged batches, exceptions, out of memory in captures, save and load."""
     ours, optimizer, eager, eager_optimizer = pair(device, OPTIMIZERS[name])

@@ -9,9 +9,7 @@ from decision_losses import DYNAMIC, PROGRAMS, make
 
 # A few of each kind in decision_models.py and decision_losses.py. The others decide by the same operators.
 QUICK = {
-    *("gelu_amax", "cnn_max_pool", "hardest_negative", "router_by_topk", "hard_gumbel_softmax"),
-    *("ste_round_by_detach", "vector_quantization", "softmax_log", "focal_loss", "entropy_of_attention"),
-    *("mamba_parallel_scan", "squared_relu_autocast", "dropout_layer_norm"),
+    *("gelu_amax", "cnn_max_pool", "router_by_topk", "ste_round_by_detach", "softmax_log", "dropout_layer_norm"),
 }
 INDUCTOR = (
     "cnn_amax",

@@ -43,7 +43,7 @@ OTHERS = tuple(
 
 
 def marked(name: str, dtype: str, form: str) -> object:
-    is_quick = name in QUICK if form == "activated" and dtype == "float32" else name in ("amax", "log", "mul")
+    is_quick = name in QUICK if form == "activated" and dtype == "float32" else name == "log"
     return pytest.param(name, dtype, form, marks=[] if is_quick else pytest.mark.slow)
 
 

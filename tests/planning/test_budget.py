@@ -90,8 +90,15 @@ def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("share", [0.9, 0.7])
-@pytest.mark.parametrize("allow", [("recompute",), ("recompute", "lossless", "offload")])
+@pytest.mark.parametrize(
+    ("share", "allow"),
+    [
+        pytest.param(0.9, ("recompute",), marks=pytest.mark.slow),
+        (0.7, ("recompute",)),
+        (0.9, ("recompute", "lossless", "offload")),
+        pytest.param(0.7, ("recompute", "lossless", "offload"), marks=pytest.mark.slow),
+    ],
+)
 def test_exact_means_are_bitwise_and_stay_under_the_peak(model, x, share, allow, tmp_path):
     peak = int(share * peak_of_blocks())
     expected = gradients_of_blocks()
@@ -104,7 +111,7 @@ def test_exact_means_are_bitwise_and_stay_under_the_peak(model, x, share, allow,
     assert seen <= peak and abs(seen - plan.peak_bytes) <= 0.03 * plan.peak_bytes
 
 
-@pytest.mark.parametrize("allow", [("float8",), ("int8", "lossless"), ALLOWED])
+@pytest.mark.parametrize("allow", [("float8",), pytest.param(("int8", "lossless"), marks=pytest.mark.slow), ALLOWED])
 def test_rounding_means_stay_within_the_error(model, x, allow, tmp_path):
     peak = int(0.82 * peak_of_blocks())
     expected = gradients_of_blocks()

@@ -129,6 +129,7 @@ def test_an_exception_between_calls_leaves_nothing(x, ran):
     assert ran.count("tight") == plan.in_step.tight_calls
 
 
+@pytest.mark.slow
 def test_a_warm_start_takes_both_versions_and_solves_nothing(x, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     counters = torch._dynamo.utils.counters["aot_autograd"]
@@ -216,6 +217,7 @@ def test_versions_of_equal_graphs_are_counted_together():
     assert [v.is_tight for v in chosen] == [True, True, False, False]
 
 
+@pytest.mark.slow
 def test_calls_that_run_backward_in_the_order_of_their_forwards_are_alike_and_within_the_budget(x, tmp_path):
     """Apart, the first backwards would compute much again while the calls that hold more still hold it."""
     model = model_of(*[Block] * COUNT)

@@ -386,6 +386,7 @@ def test_more_means_are_no_slower_where_the_device_waits_for_the_host() -> None:
     assert more.ms <= 1.01 * less.ms
 
 
+@pytest.mark.slow  # the largest program of this file
 def test_a_peak_that_a_search_of_one_node_misses_is_reached() -> None:
     step = waiting_step(5, 16, copies=False)
     peak = 0.35 * waiting_step(5, 16, copies=True).peak_bytes

@@ -99,6 +99,7 @@ def test_dropout_is_the_same_also_where_hooks_draw_random_numbers(inner: str) ->
 
 
 @pytest.mark.core
+@pytest.mark.slow
 def test_dropout_is_the_same_also_where_a_budget_draws_random_numbers() -> None:
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True) for _ in range(2)]
