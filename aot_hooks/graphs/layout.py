@@ -67,16 +67,12 @@ def expanded_dimensions(like: torch.Tensor) -> list[int]:
     return [d for d in several if same_size(like.stride(d), 0)]
 
 
-def _strided_dimensions(like: torch.Tensor) -> list[int]:
-    """The dimensions along which the address of a value changes."""
-    return [d for d in range(like.dim()) if not same_size(like.stride(d), 0) and not same_size(like.shape[d], 1)]
-
-
 def restride(out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`out` with the memory order of fake `like`, which the backward's views were built on."""
     if all(same_size(a, b) for a, b in zip(out.stride(), like.stride(), strict=True)):
         return out
-    if not _strided_dimensions(like) or same_size(like.numel(), 0):
+    is_one_number = all(same_size(s, 0) or same_size(n, 1) for s, n in zip(like.stride(), like.shape, strict=True))
+    if is_one_number or same_size(like.numel(), 0):
         return out
     order = sorted(range(like.dim()), key=lambda d: (-hint(like.stride(d)), d))
     if order == list(range(like.dim())):

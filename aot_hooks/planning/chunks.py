@@ -139,7 +139,7 @@ class _Search:
         if self.is_too_slow(form):
             return True
         one = self.tried(form)
-        if one is None or not _is_in_time(self.budget, one.plan, self.whole):
+        if one is None or not _is_in_time(self.budget, _ratio(one.plan), self.whole):
             return False
         if self.best is None or _is_better(self.budget, one.plan, self.best.plan):
             self.best, self.taken = one, form
@@ -150,7 +150,7 @@ class _Search:
         if self.best is None or self.whole is None or not self.whole.plan.before_ms:
             return False
         ms = min(1.0, _ratio(self.whole.plan)) * self.stock(form.gm).ms
-        if not _is_ratio_in_time(self.budget, ms / self.whole.plan.before_ms, self.whole):
+        if not _is_in_time(self.budget, ms / self.whole.plan.before_ms, self.whole):
             return True
         return not _is_for_lowest(self.budget) and ms > (1 + _GAIN) * self.best.plan.after_ms
 
@@ -292,11 +292,7 @@ def _rounded_bytes(plan: Plan) -> int:
     return sum(d.saved_bytes for d in plan.decisions if d.hook.lossy)
 
 
-def _is_in_time(budget: Assignment, plan: Plan, whole: Planned | None) -> bool:
-    return _is_ratio_in_time(budget, _ratio(plan), whole)
-
-
-def _is_ratio_in_time(budget: Assignment, ratio: float, whole: Planned | None) -> bool:
+def _is_in_time(budget: Assignment, ratio: float, whole: Planned | None) -> bool:
     """Casts of parameters may take their time under any budget, so the plan `whole` may take longer than it says."""
     limit = max(budget.step_ratio, 0.0 if whole is None else _ratio(whole.plan))
     return ratio <= limit * (1 + _GAIN)

@@ -63,7 +63,11 @@ class Recipe:
 
     def as_data(self) -> dict[str, Any]:
         """For JSON."""
-        apart = None if self.apart is None else self.apart._asdict() | {"moments": as_lists(self.apart.moments)}
+        apart = (
+            None
+            if self.apart is None
+            else self.apart._asdict() | {"moments": [[m.phase, m.calls, m.nbytes] for m in self.apart.moments]}
+        )
         return {
             "partition": [list(pick) for pick in self.partition],
             "hooks": [list(pick) for pick in self.hooks],
@@ -95,10 +99,6 @@ class Recipe:
 
 
 _RATIOS = ("tight_ratio", "ratio")
-
-
-def as_lists(moments: Iterable[Moment]) -> list[list[Any]]:
-    return [[m.phase, m.calls, m.nbytes] for m in moments]
 
 
 def _moments(data: Iterable[Sequence[Any]]) -> tuple[Moment, ...]:

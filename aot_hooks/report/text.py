@@ -363,8 +363,8 @@ def as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
         },
         "rows": [_decision_as_data(d) for d in plan.decisions],
         "transfers": _transfers_as_data(plan.transfers),
-        "chunked": [_chunked_as_data(row) for row in plan.chunked],
-        "tiled": [_tiled_as_data(row) for row in plan.tiled],
+        "chunked": [{"layer": row.layer} | _fields_of(row) for row in plan.chunked],
+        "tiled": [{"part": row.part} | _fields_of(row) for row in plan.tiled],
         **{f"live_{k}": [vars(p).copy() for p in v] for k, v in points.items()},
     }
 
@@ -382,12 +382,8 @@ def _decision_as_data(d: Decision) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _chunked_as_data(row: Any) -> dict[str, Any]:
-    return {"layer": row.layer} | {k: v for k, v in asdict(row).items() if k not in ("node", "logits", "place")}
-
-
-def _tiled_as_data(row: Any) -> dict[str, Any]:
-    return {"part": row.part} | {k: v for k, v in asdict(row).items() if k not in ("node", "wide", "place")}
+def _fields_of(row: Any) -> dict[str, Any]:
+    return {k: v for k, v in asdict(row).items() if k not in ("node", "logits", "wide", "place")}
 
 
 def _transfers_as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
