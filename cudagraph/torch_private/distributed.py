@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import functools
 import sys
@@ -19,6 +20,7 @@ SYMBOLS: dict[str | Needed, str] = {
     "telling whether a step talks to other processes": "torch.distributed.distributed_c10d._world",
     "hooks of DistributedDataParallel": "torch.distributed._register_comm_hook ._register_builtin_comm_hook",
     "naming a process that is gone": "torch.distributed.distributed_c10d._get_default_store",
+    "finding what FSDP2 gathers": "torch.distributed._composable_state._module_state_mapping",
 }
 PROTOCOLS = {
     "telling whether a step talks to other processes": {
@@ -38,9 +40,9 @@ PROTOCOLS = {
         "reduce_scatter_state|reduce_scatter_states",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "fsdp_params _all_gather_result "
         "_post_reduce_event _all_reduce_state _reshard_after_forward_event _partial_reduce_output "
-        "_post_forward_indices _training_state _to_sharded",
+        "_post_forward_indices _training_state _to_sharded comm_ctx wait_for_unshard",
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "all_gather_outputs _sharded_param_data "
-        "unsharded_accumulated_grad _unsharded_param",
+        "unsharded_accumulated_grad _unsharded_param _unsharded_inner_tensors",
     },
     "steps of DistributedDataParallel": {
         "torch.nn.parallel.DistributedDataParallel": "_get_ddp_logging_data _set_ddp_runtime_logging_sample_rate "
@@ -173,6 +175,42 @@ def gathered_storages(objects: Collection[Any]) -> list[torch.UntypedStorage]:
     a capture fills them from its pool."""
     params = (x for state in _sharded_states(objects) for group in _groups_of(state) for x in group.fsdp_params)
     return [tensor.untyped_storage() for x in params for tensor in (*x.all_gather_outputs, x._sharded_param_data)]
+
+
+def gather_into_pool(
+    storages: Collection[int], open_pool: Callable[[], Callable[[], contextlib.AbstractContextManager[None]]]
+) -> set[Any]:
+    """Have FSDP2 allocate what it gathers within a context of `open_pool()`, in all modules of a model that gathers
+    into one of `storages`. Returns their groups of parameters; `gather_as_before` ends it."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return set()
+    states = [ref() for ref in need("torch.distributed._composable_state._module_state_mapping").values()]
+    groups = [group for state in states if hasattr(state, "_fsdp_param_group") for group in _groups_of(state)]
+    groups = [group for group in groups if "wait_for_unshard" not in vars(group)]
+    models = {id(group.comm_ctx) for group in groups if not gathered_into([group]).isdisjoint(storages)}
+    found = {group for group in groups if id(group.comm_ctx) in models}
+    allocating = open_pool() if found else contextlib.nullcontext
+    for group in found:
+        group.wait_for_unshard = functools.partial(_within, allocating, group.wait_for_unshard)
+    return found
+
+
+def gathered_into(groups: Collection[Any]) -> set[int]:
+    """The identities of the storages that groups of parameters of FSDP2 gather into."""
+    params = [x for group in groups for x in group.fsdp_params]
+    tensors = [tensor for x in params for tensor in (*x.all_gather_outputs, *x._unsharded_inner_tensors)]
+    return {x.untyped_storage()._cdata for x in tensors}
+
+
+def _within(context: Callable[[], contextlib.AbstractContextManager[None]], run: Callable[[], None]) -> None:
+    with context():
+        run()
+
+
+def gather_as_before(groups: Collection[Any]) -> None:
+    """End what `gather_into_pool` has begun. What is gathered stays where it is until it is freed."""
+    for group in groups:
+        vars(group).pop("wait_for_unshard", None)
 
 
 def unreduced_gradients(objects: Collection[Any]) -> list[tuple[Any, str, Any]]:

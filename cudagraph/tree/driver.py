@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -137,6 +138,14 @@ def _graph_with(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def _kept_pool(device: torch.device) -> torch_cuda.PrivatePool:
+    """A pool of the caching allocator that lives as long as the object."""
+    with torch.cuda.device(device):
+        pool = torch_cuda.PrivatePool(torch.cuda.current_device(), torch.cuda.graph_pool_handle())
+    pool.keep()
+    return pool
+
+
 class CaptureDriver:
     """The operations of a device that a tree needs, on CUDA. Tests have a simulator with the same methods."""
 
@@ -146,9 +155,7 @@ class CaptureDriver:
     def open_warm_pool(self, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """A pool for warm-ups of training. In the context that it makes, this thread's allocations come from the pool.
         Its free memory is given back when the last reference to it goes: before the next such pool or capture."""
-        with torch.cuda.device(device):
-            pool = torch_cuda.PrivatePool(torch.cuda.current_device(), torch.cuda.graph_pool_handle())
-        pool.keep()
+        pool = _kept_pool(device)
 
         @contextlib.contextmanager
         def allocating() -> Iterator[None]:
@@ -160,6 +167,25 @@ class CaptureDriver:
             finally:
                 # A library's cached workspace would keep its segment of the pool as long as the process lives.
                 torch_cuda.clear_cublas_workspaces()
+
+        return allocating
+
+    def open_gathering_pool(self, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """A pool for parameters that are gathered in each step. In the context that it makes, this thread's allocations
+        come from the pool. It keeps its memory, so the same allocations in the same order get the same addresses."""
+        pool, lock = _kept_pool(device), threading.Lock()
+
+        @contextlib.contextmanager
+        def allocating() -> Iterator[None]:
+            # The graph of a whole step has a pool of its own; and only one thread may allocate from this one.
+            if torch.cuda.is_current_stream_capturing() or not lock.acquire(blocking=False):
+                yield
+                return
+            try:
+                with pool.routed():
+                    yield
+            finally:
+                lock.release()
 
         return allocating
 

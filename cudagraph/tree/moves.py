@@ -1,8 +1,8 @@
 """Parameters and buffers whose memory moves: whether to record again, to copy them, or to do without a graph.
 
 A recording reads a static input at one address. A parameter may move once, as by `load_state_dict(assign=True)`: then
-the function is recorded again. It may move in each step, as FSDP2 gathers parameters into new memory: then no recording
-is ever replayed, and a capture in each step is slower than no graph at all.
+the function is recorded again. It may move in each step: then no recording is ever replayed, and a capture in each step
+is slower than no graph at all. What FSDP2 gathers in each step comes from a pool of the tree, where it does not move.
 
     recorded --moves--> recorded again --moves--> decide:   inputs that move take at most COPIED_BYTES --> copy them
                                                             more, or it was decided before --> no graph from now on

@@ -29,7 +29,7 @@ import torch
 
 from .. import counters
 from ..torch_private import cuda as torch_cuda
-from ..torch_private.distributed import call_before_groups_end
+from ..torch_private.distributed import call_before_groups_end, gather_as_before, gather_into_pool
 from .capture import CannotCapture, NotWarmError
 from .driver import CaptureDriver, Pool
 from .function import Function, log
@@ -92,6 +92,9 @@ class Tree(Cursor):
         self.functions: set[Function] = set()  # those whose callable is alive
         self.warmup = Warmup(driver, device)
         self.states: defaultdict[Function, FunctionState] = defaultdict(FunctionState)
+        self.gathered: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # groups of parameters that FSDP2 gathers into memory of this tree
         self.given_up: dict[Any, str] = {}  # families of functions that run without graphs, and why; see moves.py
         self._begin()
 
@@ -157,6 +160,7 @@ class Tree(Cursor):
         if self.uncaptured is not None:
             return self._run_uncaptured(function, inputs)
         if self.states[function].warmup_count < function.options.warmup_steps:
+            self._gather_at_the_same_addresses(function, inputs)
             continues_path = in_one_call or bool(on_slots(inputs, node.live))
             self._stop_capturing(Cause.WARMUP, continues_path=continues_path)
             return self._run_uncaptured(function, inputs)
@@ -222,6 +226,12 @@ class Tree(Cursor):
         state.awaiting_second_warmup.discard(key)
         return recording.run(inputs)
 
+    def _gather_at_the_same_addresses(self, function: Function, inputs: list[Any]) -> None:
+        """Have FSDP2 gather parameters into a pool of this tree, if a static input of `function` is one of them."""
+        static = function.static_tensors(inputs, ()).values()
+        storages = {torch_cuda.identity(x.untyped_storage()) for x in static}
+        self.gathered |= gather_into_pool(storages, functools.partial(self.driver.open_gathering_pool, self.device))
+
     def _give_up_or_copy(self, function: Function, moving: frozenset[int], inputs: list[Any]) -> str | None:
         """Copy the inputs `moving` of `function` from now on, and return None. If that can't be, or would not pay, its
         family runs without graphs from now on: return why. Recordings that are of no use any more are closed."""
@@ -243,9 +253,9 @@ class Tree(Cursor):
         self._close_dropped()
         self.marks = None if self.dropped else self.marks
         reason = (
-            f"{names} come at new addresses in each step, as parameters do with FSDP2, and {why}; make the "
-            "step one graph with cudagraph.whole_step, which gathers parameters into its own memory, leave CUDA graphs "
-            "off here, or call cudagraph.reset() to try again once they stay where they are"
+            f"{names} come at new addresses in each step, and {why}; make the step one graph with "
+            "cudagraph.whole_step, leave CUDA graphs off here, or call cudagraph.reset() to try again once they stay "
+            "where they are"
         )
         self.given_up[function.family] = reason
         return reason
@@ -443,6 +453,8 @@ class Tree(Cursor):
         else:
             self.states.clear()
             self.given_up.clear()
+            gather_as_before(self.gathered)
+            self.gathered.clear()
         self._begin()
 
 

@@ -234,6 +234,49 @@ class WarmPool:
             self.driver.warming.remove(self)
 
 
+class GatheringPool:
+    """Memory of parameters that FSDP2 gathers: the first free block of their size, as in a pool that nobody else uses.
+
+    Nobody can give `resize_` memory on a CPU, so the functions of FSDP2 that call it are others from now on.
+    """
+
+    def __init__(self) -> None:
+        from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+        self.blocks: dict[int, tuple[torch.Tensor, bool]] = {}  # by address: its owner while it is free, is it free
+        self.is_on = False
+        self.of_torch = _fsdp_param.alloc_storage, _fsdp_param.free_storage
+        _fsdp_param.alloc_storage, _fsdp_param.free_storage = self.allocate, self.free
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = False
+
+    def allocate(self, x: torch.Tensor) -> None:
+        nbytes = x.numel() * x.itemsize
+        if not self.is_on or x.untyped_storage().nbytes() == nbytes:
+            self.of_torch[0](x)
+            return
+        free = (owner for owner, is_free in self.blocks.values() if is_free and owner.nbytes == nbytes)
+        owner = next(free, torch.full((nbytes,), GARBAGE, dtype=torch.uint8))
+        self.blocks[owner.data_ptr()] = owner, False
+        torch_cuda.swap_memory(x.untyped_storage(), owner.untyped_storage())
+
+    def free(self, x: torch.Tensor) -> None:
+        owner, is_free = self.blocks.get(x.untyped_storage().data_ptr(), (x, True))
+        if is_free:
+            self.of_torch[1](x)
+            return
+        address = x.untyped_storage().data_ptr()
+        torch_cuda.swap_memory(x.untyped_storage(), owner.untyped_storage())
+        owner.fill_(GARBAGE)
+        self.blocks[address] = owner, True
+
+
 def raw(x: torch.Tensor, arena: Arena) -> torch.Tensor:
     """A tensor over the same memory that keeps no block of the arena allocated, nor what the capture was lent."""
     capture = capturing()
@@ -420,6 +463,9 @@ class Simulator:
         pool = WarmPool(self)
         self.warm_pools.append(weakref.ref(pool))
         return pool
+
+    def open_gathering_pool(self, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        return GatheringPool() if torch_cuda.can_swap() else contextlib.nullcontext
 
     def why_not(self) -> str | None:
         return self.refusal
