@@ -9,7 +9,9 @@ import copy
 import os
 import pathlib
 import signal
+import sys
 import tempfile
+import time
 import traceback
 import types
 
@@ -35,6 +37,7 @@ from cudagraph.torch_private import distributed as torch_distributed
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
+LIMIT_S = 240  # for all cases
 STEPS = 18  # torch times the first 10 iterations of a model of DDP, so the 13th is recorded
 SMALL_BUCKETS = 1e-4  # MiB: several in a model of 100 numbers
 
@@ -569,6 +572,8 @@ def work(rank, folder, names=()):
     for case in filter(runs_here, (*CASES, *COMPILED)):
         if case.__name__ not in (names or [each.__name__ for each in CASES]):
             continue
+        file, begin = pathlib.Path(folder) / f"{case.__name__}{rank}", time.monotonic()
+        file.write_text("under way")
         cudagraph.reset()
         with pytest.MonkeyPatch.context() as patch:
             if device_type() == "cpu":
@@ -578,26 +583,37 @@ def work(rank, folder, names=()):
                 text = "ended"
             except BaseException:
                 text = traceback.format_exc()
-        (pathlib.Path(folder) / f"{case.__name__}{rank}").write_text(text)
+        file.write_text(text)
+        print(f"rank {rank}: {case.__name__}, {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
         if text != "ended":
             raise AssertionError(f"{case.__name__}: {text}")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def folder(request, tmp_path_factory):
+    """Where the cases, all run in one pair of processes, have left their results. Workers of pytest share it."""
     if request.param == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    folder = tmp_path_factory.mktemp(request.param)
-    ended = run_ranks(work, folder, str(folder), device=request.param, limit_s=240)
-    (folder / "how").write_text("; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ended)))
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"ranks_{request.param}"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        until = time.monotonic() + LIMIT_S
+        while not (folder / "how").exists() and time.monotonic() < until:
+            time.sleep(0.2)
+    else:
+        ended = run_ranks(work, folder, str(folder), device=request.param, limit_s=LIMIT_S)
+        (folder / "how").write_text("; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ended)))
     return folder
 
 
 def why_not_run(folder):
-    """The cases that failed, with the last line of their error, and how the processes ended."""
+    """The cases that failed or did not end, with the last line of their error, and how the processes ended."""
     texts = {file.name: file.read_text() for case in CASES for file in folder.glob(f"{case.__name__}[01]")}
     failed = [f"{name}: {text.splitlines()[-1]}" for name, text in texts.items() if text != "ended"]
-    return f"a case before it failed: {failed}; {(folder / 'how').read_text()}"
+    how = folder / "how"
+    return f"a case before it failed: {failed}; {how.read_text() if how.exists() else 'they have not ended'}"
 
 
 def assert_ended(folder, case):
@@ -605,7 +621,7 @@ def assert_ended(folder, case):
         pytest.skip("the simulator needs storages that can exchange their memory")
     for rank in range(2):
         file = folder / f"{case.__name__}{rank}"
-        assert file.exists(), why_not_run(folder)
+        assert file.exists() and file.read_text() != "under way", why_not_run(folder)
         assert file.read_text() == "ended"
 
 

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 
 ROWS, WIDTH = 32, 16
 WAIT_S = 10
-WAIT_ON_GPU_S = 30  # loading kernels and starting NCCL may take longer than WAIT_S on one rank
+WAIT_ON_GPU_S = 20  # loading kernels and starting NCCL may take longer than WAIT_S on one rank
 LEAVE_S = 30  # seconds for the end of the groups; one that hangs writes the tracebacks of all threads
 _left: list[Any] = []  # groups
 
