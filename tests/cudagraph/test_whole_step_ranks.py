@@ -362,6 +362,32 @@ def uncounted(rank):
     assert "does not count collectives" in step.refused and cudagraph.stats()["recordings"] == 0
 
 
+def talks_on_the_host(rank):
+    """What is sent to one rank alone, and waits for all ranks on the host, is named."""
+
+    def make(model, optimizer, send):
+        def step(x, y):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            send()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    def to_the_other():
+        numbers = torch.ones(2, device=device_type())
+        dist.send(numbers, 1) if rank == 0 else dist.recv(numbers, 0)
+
+    for send, reason in ((to_the_other, "talks to one of them alone"), (dist.barrier, "waits for other processes")):
+        ours = model()
+        eager = copy.deepcopy(ours)
+        step = cudagraph.whole_step(make(ours, sgd(ours), send))
+        compare(step, make(eager, sgd(eager), send), ours, eager, rank, steps=4)
+        assert reason in step.refused and cudagraph.stats()["recordings"] == 0, step.refused
+
+
 def find_unused(rank):
     ours, eager = models(find_unused_parameters=True)
     optimizers = sgd(ours), sgd(eager)
@@ -381,17 +407,17 @@ def fsdp(rank):
 
 
 def fsdp_mixed(rank):
-    """Linear layers in bfloat16, which stay gathered between forward and backward; accumulation."""
+    """Linear layers in bfloat16, which stay gathered between forward and backward; accumulation; a fused optimizer."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     ours, eager = sharded(mp_policy=policy, reshard_after_forward=False)
-    optimizers = sgd(ours), sgd(eager)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, fused=True) for each in (ours, eager)]
     step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0], accumulate=2)
     compare(step, eager_step(eager, F.mse_loss, optimizers[1], accumulate=2), ours, eager, rank, steps=6)
-    assert step.refused == "" and cudagraph.stats()["replays"] >= 4
+    assert (step.refused, step.update_refused) == ("", "") and cudagraph.stats()["replays"] >= 4
 
 
 def fsdp_own_step(rank):
-    """Gradients stay after the step; the first of two backwards is not reduced."""
+    """Gradients stay after the step; the first of two backwards is not reduced; the step keeps a loss."""
     ours, eager = sharded()
 
     def make(model, optimizer):
@@ -403,6 +429,7 @@ def fsdp_own_step(rank):
             loss = F.mse_loss(model(2 * x), y)
             loss.backward()
             optimizer.step()
+            model.last_loss = loss
             return loss
 
         return step
@@ -410,6 +437,7 @@ def fsdp_own_step(rank):
     step = cudagraph.whole_step(make(ours, sgd(ours)))
     compare(step, make(eager, sgd(eager)), ours, eager, rank, steps=7)
     assert step.refused == "" and cudagraph.stats()["replays"] >= 4
+    assert torch.equal(ours.last_loss, eager.last_loss)
     for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
         assert torch.equal(local(a.grad), local(b.grad)) and a.grad.placements == b.grad.placements
 
@@ -555,7 +583,7 @@ def gone(rank):
 CASES = (
     ddp, ddp_views, ddp_no_sync, ddp_accumulate, ddp_hook, other_shapes, own_collective, fails_on_one_rank,
     refused_on_one_rank, refused_in_the_first_call, group_ends, local_step, talks_each_fourth_call, talks_later,
-    uncounted, find_unused, fsdp, fsdp_mixed, fsdp_own_step, fsdp_schedule, fsdp_fails, fsdp_saved_and_loaded,
+    uncounted, talks_on_the_host, find_unused, fsdp, fsdp_mixed, fsdp_own_step, fsdp_schedule, fsdp_fails, fsdp_saved_and_loaded,
     fsdp_events, tensor_parallel, timed_again, all_groups_end, gone,
 )  # fmt: skip
 
