@@ -583,8 +583,8 @@ def gone(rank):
 CASES = (
     ddp, ddp_views, ddp_no_sync, ddp_accumulate, ddp_hook, other_shapes, own_collective, fails_on_one_rank,
     refused_on_one_rank, refused_in_the_first_call, group_ends, local_step, talks_each_fourth_call, talks_later,
-    uncounted, talks_on_the_host, find_unused, fsdp, fsdp_mixed, fsdp_own_step, fsdp_schedule, fsdp_fails, fsdp_saved_and_loaded,
-    fsdp_events, tensor_parallel, timed_again, all_groups_end, gone,
+    uncounted, talks_on_the_host, find_unused, fsdp, fsdp_mixed, fsdp_own_step, fsdp_schedule, fsdp_fails,
+    fsdp_saved_and_loaded, fsdp_events, tensor_parallel, timed_again, all_groups_end, gone,
 )  # fmt: skip
 
 
