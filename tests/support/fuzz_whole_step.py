@@ -450,13 +450,16 @@ class Program:
             side.model.losses.clear()
             side.model.zero_grad(set_to_none=True)
         if pool is not None and not pool.broken:
-            known = {a for each in step.recordings.values() for one in each if one.pool is pool for a in one.blocks}
-            known.update(address for of, storage, address in step._left if of is pool and not storage.expired())
-            for _ in range(3):  # a tensor in a cycle may give its Python object up in one collection, and go in the next
-                if pool.live_blocks() != known:
-                    gc.collect()
-            live = pool.live_blocks()
+            live, known = pool.live_blocks(), self.known_blocks(pool)
+            if live != known:
+                gc.collect()  # gradients that nobody holds any more, but in a cycle
+                live, known = pool.live_blocks(), self.known_blocks(pool)
             assert live == known, f"blocks that nobody accounts for: {live - known}, or that are gone: {known - live}"
+
+    def known_blocks(self, pool: Any) -> set[int]:
+        """The addresses of recordings, and of gradients of closed ones."""
+        blocks = {a for each in self.step.recordings.values() for one in each if one.pool is pool for a in one.blocks}
+        return blocks | {address for of, storage, address in self.step._left if of is pool and not storage.expired()}
 
 
 def choice_of_points(choose: random.Random) -> str:
