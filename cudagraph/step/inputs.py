@@ -7,7 +7,7 @@ on the CPU: --stream of their own--> staged --the same copy-->      while the gr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,28 +21,34 @@ MOST_BY_CHANCE = 4  # calls that may differ in a shape and in a number
 OBJECTS = (*DECLARED, Scheduler)  # their state is compared, like that of variables of the step's functions
 
 
-def flat_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
-    """The arguments in one sequence, and what `arguments_of` needs to put them together again."""
-    if not kwargs and all(type(x) is torch.Tensor for x in args):
-        return args, None
-    return torch_cuda.flatten((args, kwargs))
+class Call(NamedTuple):
+    """One call of a step."""
+
+    flat: Sequence[Any]  # its arguments in one sequence
+    spec: Any  # what puts them together again
+    # One recording serves calls of one key: layouts, dtypes and devices of tensors; other values.
+    key: tuple[Any, ...]
+
+    def arguments(self, flat: Sequence[Any]) -> Any:
+        """The positional and the named arguments, with `flat` in place of the call's own."""
+        return (flat, {}) if self.spec is None else torch_cuda.unflatten(flat, self.spec)
 
 
-def arguments_of(flat: Sequence[Any], spec: Any) -> Any:
-    """The positional and the named arguments."""
-    return (flat, {}) if spec is None else torch_cuda.unflatten(flat, spec)
-
-
-def key_of(flat: Sequence[Any], spec: Any) -> tuple[Any, ...]:
-    """The key of a call; one recording serves calls of one key: layouts, dtypes, devices of tensors; other values."""
-    return spec, *[
-        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-        if type(x) is torch.Tensor
-        else (type(x), id(x))  # the snapshot keeps it alive
-        if isinstance(x, OBJECTS)
-        else key_value(x)
-        for x in flat
-    ]
+def call_with(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    is_plain = not kwargs and all(type(x) is torch.Tensor for x in args)
+    flat, spec = (args, None) if is_plain else torch_cuda.flatten((args, kwargs))
+    key = (
+        spec,
+        *[
+            (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+            if type(x) is torch.Tensor
+            else (type(x), id(x))  # the snapshot keeps it alive
+            if isinstance(x, OBJECTS)
+            else key_value(x)
+            for x in flat
+        ],
+    )
+    return Call(flat, spec, key)
 
 
 def changing_value(key: tuple[Any, ...], others: Sequence[tuple[Any, ...]]) -> str | None:

@@ -38,7 +38,7 @@ from ..tree.tree import one_capture
 from .accumulators import is_referenced, renew_for_capture, why_referenced, why_shared
 from .gradients import Gradients, LastGradients
 from .host import ALL, HostState
-from .inputs import Inputs, arguments_of
+from .inputs import Call, Inputs
 from .numbers import Numbers, Place, Traced
 from .outputs import ChangesValue, Outputs, is_storable, reason_against_storing
 from .randomness import HostRandom
@@ -92,7 +92,7 @@ def noting_reads(schedulers: Mapping[str, Any], read: list[str]) -> Iterator[Non
 class StepRecording:
     """A captured step."""
 
-    key: tuple[Any, ...]  # see `key_of`
+    key: tuple[Any, ...]  # see `Call`
     host: HostState
     numbers: Numbers  # of the host, which the graph reads on the device
     outputs: Outputs  # tensors that the step stores
@@ -129,9 +129,14 @@ class StepRecording:
                 return i
         return None
 
-    def applies(self, key: tuple[Any, ...], flat: Sequence[Any], now: HostState | None = None) -> bool:
-        """Whether a replay with the inputs `flat` does what the step would. `now`: a new snapshot, if there is one."""
-        if key != self.key or not self._global_guard() or settings() != self._settings or torch_cuda.dispatch_modes():
+    def applies(self, call: Call, now: HostState | None = None) -> bool:
+        """Whether a replay does what the step would in `call`. `now`: a new snapshot, if there is one."""
+        if (
+            call.key != self.key
+            or not self._global_guard()
+            or settings() != self._settings
+            or torch_cuda.dispatch_modes()
+        ):
             return False
         if now is not None:
             if not self.host.differences(now).keys() <= self.numbers.places.keys() <= now.places.keys():
@@ -150,7 +155,7 @@ class StepRecording:
         return (
             torch_cuda.pointers_equal(self.tensors, self._addresses, self._indices)
             and self._guard(*self.tensors)
-            and self.aliased(flat) is None
+            and self.aliased(call.flat) is None
             and self.gradients.may_replay()
         )
 
@@ -251,9 +256,7 @@ class CaptureRequest:
     cursor: Cursor
     run: Callable[..., Any]  # the step, or its forward and backward
     update: Callable[[], None] | None  # runs after each replay, outside of the graph
-    key: tuple[Any, ...]  # see `key_of`
-    flat: Sequence[Any]  # the arguments of `run`, see `flat_arguments`
-    spec: Any  # what makes arguments of `flat`
+    call: Call  # whose arguments `run` gets
     take_snapshot: Callable[[], HostState]
     host: HostState  # the snapshot of now
     number_paths: Collection[str]  # of numbers that the graph reads on the device, if it can
@@ -324,7 +327,7 @@ class _Attempt:
     def capture(self) -> None:
         """Capture the step. It runs on the host only, so no tensor has other values after it."""
         host, pool = self.host, self.request.pool
-        self.inputs = Inputs(pool, self.request.flat, self.device)
+        self.inputs = Inputs(pool, self.request.call.flat, self.device)
         known = [*self.tensors, *map(local_part, self.gradients.before), *self.numbers.tensors]
         self.watch = OperatorWatch(self.device, self.inputs.by_storage(), known, has_reducers=bool(self.replicas))
         self.watch.known.update(map(torch_cuda.identity, gathered_storages(host.objects())))
@@ -338,7 +341,8 @@ class _Attempt:
     def _run(self) -> Any:
         """Run the step, in the capture. Returns its result, flat."""
         host = self.host
-        args, kwargs = arguments_of(self.inputs.arguments(self.request.flat), self.request.spec)
+        call = self.request.call
+        args, kwargs = call.arguments(self.inputs.arguments(call.flat))
         in_place = self.numbers.in_place([*host.optimizers.values()], everywhere=self.is_watched)
         watched = torch_cuda.dispatching(self.watch.operator) if self.is_watched else contextlib.nullcontext()
         with watched, noting_reads(host.schedulers, self.rates_read), as_they_are(), in_place:
@@ -403,11 +407,11 @@ class _Attempt:
             if version is not None and (x._version != version or torch_cuda.storage_key(x) in self.watch.written)
         ]
         recording = StepRecording(
-            request.key, self.host, self.numbers, self.outputs, self.inputs, self.gradients,
+            request.call.key, self.host, self.numbers, self.outputs, self.inputs, self.gradients,
             [*self.tensors, *self.gradients.static], written, self.results, self.result_spec, request.update,
             self.graph, request.cursor, request.pool, blocks, request.gradients_in_use, self.watch.talks, self.owner,
         )  # fmt: skip
-        if (aliased := recording.aliased(request.flat)) is not None:
+        if (aliased := recording.aliased(request.call.flat)) is not None:
             raise CannotCapture(f"writes to the memory of input {aliased}; give it a copy")
         return recording
 

@@ -48,7 +48,7 @@ from ..tree.tree import Failure
 from .accumulators import renew
 from .gradients import LastGradients, ReadsGradients
 from .host import CannotCompare, HostState
-from .inputs import arguments_of, changing_value, flat_arguments, key_of, objects_in, reason_against
+from .inputs import Call, call_with, changing_value, objects_in, reason_against
 from .numbers import NotTraced
 from .outputs import ChangesValue
 from .ranks import MOST_RECORDINGS, Ranks
@@ -173,40 +173,39 @@ class WholeStep:
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_compiled_code(self, args, kwargs)
         with self._lock:  # another thread's call would write to the same inputs
-            flat, spec = flat_arguments(args, kwargs)
+            call = call_with(args, kwargs)
             if run_as_they_are():  # a part of a step around it
-                return self._as_it_is(flat, spec)
-            key = key_of(flat, spec)
+                return self._as_it_is(call)
             if self.talks_in and not are_there(self.talks_in):
                 self._leave_groups()
             alone = self.ranks is None and not self.talks_in
-            if alone and self.latest is not None and self.latest.applies(key, flat):
-                return self.latest.replay(flat)
+            if alone and self.latest is not None and self.latest.applies(call):
+                return self.latest.replay(call.flat)
             if self.talks_in and self.ranks is None:
                 self.ranks = Ranks(self.talks_in, self.name)
             renews, ranks = bool(self.old_reducers_of), self.ranks  # models that an earlier call has found
-            way = self._before_new_reducers(self._way(key, flat)) if renews else self._way(key, flat)
+            way = self._before_new_reducers(self._way(call)) if renews else self._way(call)
             if ranks is not None:
-                way = self._common_way(way, key, flat, renews=renews)
+                way = self._common_way(way, call, renews=renews)
             elif renews and not isinstance(way, Refuse):
                 self._make_reducers_anew()
-            result = self._follow(way, key, flat, spec)
+            result = self._follow(way, call)
             if ranks is not None and self.cursor is not None:
                 ranks.launched(self.cursor)
             return result
 
-    def _follow(self, way: Way, key: tuple[Any, ...], flat: Sequence[Any], spec: Any) -> Any:
+    def _follow(self, way: Way, call: Call) -> Any:
         if isinstance(way, Replay):
             self.latest = way.recording
-            return self.latest.replay(flat)
+            return self.latest.replay(call.flat)
         if isinstance(way, Record):
-            return self._record(key, flat, spec, way.host)
+            return self._record(call, way.host)
         if isinstance(way, WarmUp):
-            return self._warm_up_for(way, key, flat, spec)
+            return self._warm_up_for(way, call)
         if isinstance(way, Refuse):
             self.old_reducers_of = []  # no call needs others
-            return self._refuse(way.reason, flat, spec, on_all_ranks=way.on_all_ranks)
-        return self._skip(way.reason, flat, spec) if way.reason else self._as_it_is(flat, spec)
+            return self._refuse(way.reason, call, on_all_ranks=way.on_all_ranks)
+        return self._skip(way.reason, call) if way.reason else self._as_it_is(call)
 
     def _before_new_reducers(self, way: Way) -> Way:
         """The way of a call before which models get new reducers: those are not recorded yet."""
@@ -214,7 +213,7 @@ class WholeStep:
             return Refuse(reason)
         return AsItIs() if isinstance(way, (Replay, Record)) else way
 
-    def _common_way(self, way: Way, key: tuple[Any, ...], flat: Sequence[Any], *, renews: bool) -> Way:
+    def _common_way(self, way: Way, call: Call, *, renews: bool) -> Way:
         """The way that all ranks go, which know each other's ways now. See ranks.py.
 
         `renews`: whether this rank has reducers to make anew. That changes what a reducer sends, so all ranks do it
@@ -223,7 +222,7 @@ class WholeStep:
         assert self.ranks is not None
         refused = way.reason if isinstance(way, Refuse) else self.refused
         can_run = isinstance(way, (Replay, Record)) and self.ranks.recordings < MOST_RECORDINGS
-        by_number = self._applying(way, key, flat)
+        by_number = self._applying(way, call)
         common = self.ranks.shared(by_number, could_record=can_run, is_refused=bool(refused), renews=renews)
         if common.is_refused:
             rank, reason = self.ranks.first(refused or None)
@@ -234,7 +233,7 @@ class WholeStep:
         if common.could_record and not common.numbers:  # look once more, at what takes a snapshot of the host values
             with contextlib.suppress(CannotCompare):  # the others wait in the exchange; the next call says why
                 host = host or self._host()
-            by_number = {} if host is None else self._applying(way, key, flat, host)
+            by_number = {} if host is None else self._applying(way, call, host)
             common = self.ranks.shared(by_number, could_record=host is not None)
         if common.numbers:
             return Replay(by_number[common.numbers[0]])
@@ -242,56 +241,54 @@ class WholeStep:
             return Record(host)
         return AsItIs() if isinstance(way, (Replay, Record)) else way
 
-    def _applying(
-        self, way: Way, key: tuple[Any, ...], flat: Sequence[Any], host: HostState | None = None
-    ) -> dict[int, StepRecording]:
+    def _applying(self, way: Way, call: Call, host: HostState | None = None) -> dict[int, StepRecording]:
         """The recordings that could be replayed, by their numbers among the ranks. One of this rank alone has none."""
-        known = self.recordings.get(key, ()) if isinstance(way, (Replay, Record)) else ()
+        known = self.recordings.get(call.key, ()) if isinstance(way, (Replay, Record)) else ()
         chosen = way.recording if isinstance(way, Replay) else None
         shared = (one for one in known if one.number >= 0)
-        return {one.number: one for one in shared if one is chosen or one.applies(key, flat, host)}
+        return {one.number: one for one in shared if one is chosen or one.applies(call, host)}
 
-    def _way(self, key: tuple[Any, ...], flat: Sequence[Any]) -> Way:
+    def _way(self, call: Call) -> Way:
         """How the call is to run. Nothing of it has run yet."""
-        if self.latest is not None and self.latest.applies(key, flat):
+        if self.latest is not None and self.latest.applies(call):
             return Replay(self.latest)
         if self.refused:
             return AsItIs(self.refused)
         if torch_cuda.dispatch_modes() or (self.cursor is not None and self.driver.is_capturing()):
             return AsItIs()
         try:
-            return self._find(key, flat)
+            return self._find(call)
         except CannotCompare as error:
             return Refuse(str(error))
 
-    def _find(self, key: tuple[Any, ...], flat: Sequence[Any]) -> Way:
+    def _find(self, call: Call) -> Way:
         """As `_way`, for a call that `latest` does not take."""
-        if (way := self._way_without_host(key, flat)) is not None:
+        if (way := self._way_without_host(call)) is not None:
             return way
-        host = self._prepared_host(flat)
+        host = self._prepared_host(call.flat)
         if isinstance(host, Refuse):
             return host
         gone = self._close_stale_recordings(host)
         if gone and self.unstable_calls >= MOST_UNSTABLE_CALLS:
             return Refuse(f"{gone} is another tensor in each call")
         self.unstable_calls += bool(gone)
-        if (way := self._way_by_recordings(key, flat, host)) is not None:
+        if (way := self._way_by_recordings(call, host)) is not None:
             return way
-        return self._way_by_warmup(key, flat, host)
+        return self._way_by_warmup(call, host)
 
-    def _way_without_host(self, key: tuple[Any, ...], flat: Sequence[Any]) -> Way | None:
+    def _way_without_host(self, call: Call) -> Way | None:
         """The way of a call for which nothing but its arguments has to be known; None if there is none."""
-        reason = reason_against(flat) if torch.is_grad_enabled() else "gradients are turned off around it"
+        reason = reason_against(call.flat) if torch.is_grad_enabled() else "gradients are turned off around it"
         if reason is not None:
             return AsItIs(reason)
-        for recording in self.recordings.get(key, ()):
-            if recording.applies(key, flat):
+        for recording in self.recordings.get(call.key, ()):
+            if recording.applies(call):
                 return Replay(recording)
-            if key == recording.key and (aliased := recording.aliased(flat)) is not None:
+            if call.key == recording.key and (aliased := recording.aliased(call.flat)) is not None:
                 return AsItIs(f"input {aliased} is in memory that the step writes to; give it a copy")
-        if key in self.warm or len(self.warm) < self.options.size_limit:
+        if call.key in self.warm or len(self.warm) < self.options.size_limit:
             return None
-        changing = changing_value(key, [*self.warm])
+        changing = changing_value(call.key, [*self.warm])
         if changing is None:
             return AsItIs(f"it was called with {len(self.warm)} shapes (options['size_limit'])")
         return AsItIs(changing) if any(self.recordings.values()) else Refuse(changing)
@@ -313,11 +310,11 @@ class WholeStep:
         self.old_reducers_of = [x for x in replicas_in(host.objects()) if x not in on_streams_of_captures]
         return self._host() if make_capturable(host, self.cursor.device) else host
 
-    def _way_by_recordings(self, key: tuple[Any, ...], flat: Sequence[Any], host: HostState) -> Way | None:
+    def _way_by_recordings(self, call: Call, host: HostState) -> Way | None:
         """A replay, or a call as it is because one more recording would not help; None if the step may be recorded."""
-        known = self.recordings.get(key, [])
+        known = self.recordings.get(call.key, [])
         for recording in known:
-            if recording.applies(key, flat, host):
+            if recording.applies(call, host):
                 return Replay(recording)
         if self.update is not None and any(x.grad is not None for x in parameters_of(host)):
             return AsItIs("a parameter has a gradient already, to which the step adds")
@@ -325,19 +322,19 @@ class WholeStep:
         once = [one.replays <= 1 for one in known[-MOST_UNSTABLE_CALLS:]]
         if condition is not None and len(once) == MOST_UNSTABLE_CALLS and all(once):
             if self._leave_update_out(str(condition), (condition.name,)):
-                return self._find(key, flat)
+                return self._find(call)
         if len(known) <= self.options.rerecord_limit:
             return None
         changed = known[-1].host.differences(host) or ({} if condition is None else {condition.name: ""})
         what = next((f"{path}: {how}" for path, how in changed.items()), "its tensors moved")
         what = what if condition is None else str(condition)
         if changed and self._leave_update_out(what, changed):
-            return self._find(key, flat)
+            return self._find(call)
         return AsItIs(f"it was recorded {len(known)} times, last because {what}")
 
-    def _way_by_warmup(self, key: tuple[Any, ...], flat: Sequence[Any], host: HostState) -> Way:
+    def _way_by_warmup(self, call: Call, host: HostState) -> Way:
         """A warm-up until nothing has changed for some calls, then a recording."""
-        warm, count = self.warm.get(key, (host, 0))
+        warm, count = self.warm.get(call.key, (host, 0))
         changed = warm.differences(host)
         if changed and changed.keys() <= host.places.keys() and not self.numbers_refused:
             self.numbers, changed = self.numbers | changed.keys(), {}
@@ -354,13 +351,13 @@ class WholeStep:
             self.unstable_calls += 1
             if self.unstable_calls > MOST_UNSTABLE_CALLS:
                 if self._leave_update_out(what, changed):
-                    return self._find(key, flat)
+                    return self._find(call)
                 return Refuse(what)
         return WarmUp(1 if changed else count + 1)
 
-    def _warm_up_for(self, way: WarmUp, key: tuple[Any, ...], flat: Sequence[Any], spec: Any) -> Any:
+    def _warm_up_for(self, way: WarmUp, call: Call) -> Any:
         before = unsettled_count()
-        result = self._warm_up(flat, spec)
+        result = self._warm_up(call)
         self.unsettled_calls = 0 if unsettled_count() == before else self.unsettled_calls + 1
         is_settled = not 0 < self.unsettled_calls <= MOST_UNSETTLED_CALLS
         if self.unsettled_calls == MOST_UNSETTLED_CALLS:
@@ -370,7 +367,7 @@ class WholeStep:
                 MOST_UNSETTLED_CALLS,
             )
         try:
-            self.warm[key] = self._host(), way.done if is_settled else 0
+            self.warm[call.key] = self._host(), way.done if is_settled else 0
         except CannotCompare as error:  # the next call says so; this one has run
             self.reset()
             self.refused = str(error)
@@ -423,15 +420,15 @@ class WholeStep:
         roots = {**roots, **self.objects}
         return HostState(roots, self.driver.device_type, outputs=self.outputs)
 
-    def _record(self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any, host: HostState) -> Any:
+    def _record(self, call: Call, host: HostState) -> Any:
         """Record the step and replay the recording. If the capture fails, run the step uncaptured this time. From then
         on less of it is captured, unless another attempt may succeed."""
         while True:
-            made = self._capture(key, flat, spec, host)
+            made = self._capture(call, host)
             if self.ranks is not None:
                 made = self._common_outcome(made, host)
             if isinstance(made, StepRecording):
-                return self._keep(made, key).replay(flat)
+                return self._keep(made).replay(call.flat)
             self.old_reducers_of = replicas_in(host.objects())
             on_streams_of_captures.difference_update(self.old_reducers_of)
             for model in self.old_reducers_of:
@@ -439,25 +436,25 @@ class WholeStep:
             if not made.again:
                 break
             if self.old_reducers_of:
-                return self._as_it_is(flat, spec)
+                return self._as_it_is(call)
             host = self._host()
         reason, changed_by_step = made.reason, made.changed_by_step
         self.failed_captures += 1
         if made.may_succeed and self.failed_captures < MOST_FAILED_CAPTURES:
             log.info("%s is captured another time: %s", self.name, reason)
-            return self._warm_up(flat, spec)
+            return self._warm_up(call)
         # A step changes such a value with the update outside and with rates as numbers as well.
         if any(not path.startswith((*host.optimizers, "optimizer")) for path in changed_by_step):
-            return self._refuse(reason, flat, spec, on_all_ranks=self.ranks is not None)
+            return self._refuse(reason, call, on_all_ranks=self.ranks is not None)
         if made.read_numbers:
             self.numbers_refused = True
             log.info("%s is recorded for each of its numbers: %s", self.name, reason)
-            return self._warm_up(flat, spec)
+            return self._warm_up(call)
         if self._leave_update_out(reason):
-            return self._follow(self._find(key, flat), key, flat, spec)
-        return self._refuse(reason, flat, spec, on_all_ranks=self.ranks is not None)
+            return self._follow(self._find(call), call)
+        return self._refuse(reason, call, on_all_ranks=self.ranks is not None)
 
-    def _request(self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any, host: HostState) -> CaptureRequest:
+    def _request(self, call: Call, host: HostState) -> CaptureRequest:
         """The step to capture, whole or without its update, and the memory of other recordings, which stays theirs."""
         assert self.cursor is not None
         pool = self._opened_pool()
@@ -470,9 +467,7 @@ class WholeStep:
             cursor=self.cursor,
             run=run,
             update=update,
-            key=key,
-            flat=flat,
-            spec=spec,
+            call=call,
             take_snapshot=self._host,
             host=host,
             number_paths=() if self.numbers_refused else self.numbers,
@@ -483,19 +478,17 @@ class WholeStep:
             calls_compiled=self.calls_compiled,
         )
 
-    def _capture(
-        self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any, host: HostState
-    ) -> StepRecording | FailedCapture:
+    def _capture(self, call: Call, host: HostState) -> StepRecording | FailedCapture:
         """Record the step, without a replay."""
-        request = self._request(key, flat, spec, host)
+        request = self._request(call, host)
         pool, reads_numbers = request.pool, bool(request.number_paths)
         try:
             recording = record_step(request)
             if recording.talks and self.ranks is None and sequence_numbers():
                 recording.close()  # made by this rank alone; a call that runs uncaptured finds the groups
                 return FailedCapture("it talks to other processes, as no call before did", may_succeed=True)
-            now = None if recording.applies(key, flat) else self._host()
-            if now is None or recording.applies(key, flat, now):
+            now = None if recording.applies(call) else self._host()
+            if now is None or recording.applies(call, now):
                 return recording
             if (condition := recording.numbers.broken_condition()) is not None:
                 recording.close()
@@ -560,14 +553,15 @@ class WholeStep:
         self.reset()
         self.ranks, self.talks_in = None, []
 
-    def _keep(self, recording: StepRecording, key: tuple[Any, ...]) -> StepRecording:
+    def _keep(self, recording: StepRecording) -> StepRecording:
         if recording.talks:  # also in a group of one
             call_before_groups_end(free_steps_that_talk)
         counters.add("recordings")
-        counters.add("rerecordings", bool(self.recordings.get(key)))
-        self.recordings.setdefault(key, []).append(recording)
+        known = self.recordings.setdefault(recording.key, [])
+        counters.add("rerecordings", bool(known))
+        known.append(recording)
         self._watch_later_gradients()
-        self.warm[key] = recording.host, self.options.warmup_steps
+        self.warm[recording.key] = recording.host, self.options.warmup_steps
         self.unstable_calls = self.failed_captures = 0
         self.latest = recording
         return recording
@@ -595,7 +589,7 @@ class WholeStep:
         log.warning("%s: its update of the parameters runs outside of the CUDA graph: %s", self.name, reason)
         return True
 
-    def _skip(self, reason: str, flat: Sequence[Any], spec: Any) -> Any:
+    def _skip(self, reason: str, call: Call) -> Any:
         if self.options.or_error:
             raise NotCapturableError(f"{self.name} can't run as one CUDA graph: {reason}")
         kind = reason.partition(",")[0]  # without the values of this call
@@ -603,26 +597,25 @@ class WholeStep:
             self._logged.add(kind)
             log.warning("%s runs without a CUDA graph of the whole step: %s", self.name, reason)
         counters.add("skips")
-        return self._as_it_is(flat, spec)
+        return self._as_it_is(call)
 
-    def _refuse(self, reason: str, flat: Sequence[Any], spec: Any, *, on_all_ranks: bool = False) -> Any:
+    def _refuse(self, reason: str, call: Call, *, on_all_ranks: bool = False) -> Any:
         self.reset()
         self.refused = reason
         if on_all_ranks:
             self.ranks, self.talks_in, self.all_refused = None, [], True
-        return self._skip(reason, flat, spec)
+        return self._skip(reason, call)
 
     # --- running the step
 
-    def _arguments(self, flat: Sequence[Any], spec: Any) -> Any:
+    def _arguments(self, call: Call) -> Any:
         """The arguments, with tensors on the step's device."""
-        if self.cursor is not None:
-            device = self.cursor.device
-            flat = [
-                x.to(device, non_blocking=x.is_pinned()) if isinstance(x, torch.Tensor) and x.device != device else x
-                for x in flat
-            ]
-        return arguments_of(flat, spec)
+        if self.cursor is None:
+            return call.arguments(call.flat)
+        device = self.cursor.device
+        there = [not isinstance(x, torch.Tensor) or x.device == device for x in call.flat]
+        moved = zip(call.flat, there, strict=True)
+        return call.arguments([x if is_there else x.to(device, non_blocking=x.is_pinned()) for x, is_there in moved])
 
     def _forward_backward(self, *args: Any, **kwargs: Any) -> Any:
         torch.clear_autocast_cache()  # it may have copies of earlier values of parameters
@@ -648,12 +641,12 @@ class WholeStep:
             if self.talks_in:
                 call_before_groups_end(free_steps_that_talk)
 
-    def _as_it_is(self, flat: Sequence[Any], spec: Any) -> Any:
+    def _as_it_is(self, call: Call) -> Any:
         with self._noting_collectives():
-            args, kwargs = self._arguments(flat, spec)
+            args, kwargs = self._arguments(call)
             return _copied(self._all(*args, **kwargs))
 
-    def _warm_up(self, flat: Sequence[Any], spec: Any) -> Any:
+    def _warm_up(self, call: Call) -> Any:
         """Run the step uncaptured, on the stream of captures, so that a capture can have the memory that it frees. The
         update runs on the current stream, so that the optimizer's state does not lie between activations."""
         counters.add("warmups")
@@ -665,7 +658,7 @@ class WholeStep:
         with as_they_are(), note, self._noting_collectives(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=CAPTURABLE_WARNING)
             with self._opened_pool().on_side_stream():
-                args, kwargs = self._arguments(flat, spec)
+                args, kwargs = self._arguments(call)
                 result = self._forward_backward(*args, **kwargs)
             if self.update is not None:
                 self.update()
