@@ -72,20 +72,6 @@ def whole_step(
         if model is None:
             return lambda fn: whole_step(fn, state=state, options=options)
         return step_of(model, state, options)
-    return _step_of_model(model, loss_fn, optimizer, scaler, clip_grad_norm, accumulate, state, options)
-
-
-def _step_of_model(
-    model: Any,
-    loss_fn: Callable[..., Any] | None,
-    optimizer: Any,
-    scaler: torch.amp.GradScaler | None,
-    clip_grad_norm: float | None,
-    accumulate: int,
-    state: Any,
-    options: Mapping[str, Any] | None,
-) -> WholeStep:
-    """The step of a model with its loss and optimizers; arguments as of `whole_step`."""
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     _check(model, optimizer, optimizers, clip_grad_norm, accumulate)
     halves = ModelStep(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate)

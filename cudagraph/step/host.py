@@ -163,15 +163,12 @@ class HostState:
         return {path: self._text(old, after, new) for path, old, new in pairs if old != new}
 
     def _text(self, old: Any, after: HostState, new: Any) -> str:
-        if old is MISSING or new is MISSING:
-            leaf, text = (self, old) if new is MISSING else (after, new)
-            return f"{'nothing' if leaf is after else leaf._name(text)} became " + (
-                leaf._name(text) if leaf is after else "nothing"
-            )
         before, now = self._name(old), after._name(new)
         return f"it is another {now.partition(' ')[2]} now" if before == now else f"{before} became {now}"
 
     def _name(self, leaf: Any) -> str:
+        if leaf is MISSING:
+            return "nothing"
         if isinstance(leaf, tuple):
             return str(float.fromhex(leaf[1])) if leaf[0] is float else repr(leaf[1])
         if isinstance(leaf, int):  # the identity of an object
@@ -362,11 +359,11 @@ class HostState:
         self.leaves[path] = id(code)  # not the function's id: it may be made anew in each step
         self._seen[id(code)] = code, path
         cells = function.__closure__ or ()
-        write = functools.partial(_call_for_each, _put_into_cell, cells)
+        write = functools.partial(_put_into_cells, cells)
         self._view(path, code.co_freevars, lambda: [*map(_value_in, cells)], write, depth=depth)
         if is_users(code.co_filename):
             names = globals_in(code)
-            write = functools.partial(_call_for_each, functools.partial(_put_into_dict, space), names)
+            write = functools.partial(_put_into_dict, space, names)
             self._view(path, names, lambda: [space.get(name, MISSING) for name in names], write, depth=depth)
             self._view(path, ("code", "defaults", "keywords"), lambda: [*FUNCTION_PARTS(function)], depth=depth)
         if hasattr(function, "__wrapped__"):
@@ -391,23 +388,19 @@ def _value_in(cell: types.CellType) -> Any:
         return MISSING
 
 
-def _put_into_cell(cell: types.CellType, value: Any) -> None:
-    if value is not MISSING:
-        cell.cell_contents = value
-    elif _value_in(cell) is not MISSING:
-        del cell.cell_contents
+def _put_into_cells(cells: Sequence[types.CellType], values: Sequence[Any]) -> None:
+    for cell, value in zip(cells, values, strict=True):
+        if value is not MISSING:
+            cell.cell_contents = value
+        elif _value_in(cell) is not MISSING:
+            del cell.cell_contents
 
 
-def _put_into_dict(space: dict[str, Any], name: str, value: Any) -> None:
-    if value is MISSING:
-        space.pop(name, None)
-    else:
+def _put_into_dict(space: dict[str, Any], names: Sequence[str], values: Sequence[Any]) -> None:
+    for name, value in zip(names, values, strict=True):
         space[name] = value
-
-
-def _call_for_each(function: Callable[..., Any], *arguments: Iterable[Any]) -> None:
-    for each in zip(*arguments, strict=True):
-        function(*each)
+        if value is MISSING:
+            del space[name]
 
 
 def _same(now: Iterable[Any], saved: Iterable[Any]) -> bool:

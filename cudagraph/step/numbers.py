@@ -209,6 +209,18 @@ for _cls in (Traced, _TracedFloat, _TracedInt):  # torch's own classes define th
     setattr(_cls, "__reduce_ex__", _settled(lambda value, _: (type(value), (value,))))  # noqa: B010
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which the object `owner` has another attribute."""
+    own, before = vars(owner), dict(vars(owner))
+    own[name] = value
+    try:
+        yield
+    finally:
+        del own[name]
+        own.update({name: before[name]} if name in before else {})
+
+
 class Numbers:
     """The numbers at `places`, which one recording reads on `device`."""
 
@@ -249,10 +261,7 @@ class Numbers:
             return
         originals = {path: place.get() for path, place in self.places.items()}
         self.for_torch = everywhere
-        given: dict[str, Any] = {}
-        for path, place in self.places.items():
-            given[path] = self._traced(path)
-            place.put(given[path])
+        given = self._put_traced()
         try:
             with contextlib.ExitStack() as stack:
                 if everywhere:
@@ -265,37 +274,39 @@ class Numbers:
             for path, place in self.places.items():
                 place.put(originals[path])
 
-    @contextlib.contextmanager
-    def _within_step(self, optimizer: Any, given: Mapping[str, Any]) -> Iterator[None]:
-        inner, own = optimizer.step, vars(optimizer)
+    def _put_traced(self) -> dict[str, Any]:
+        """Put traced numbers into the places; returns them by path."""
+        given = {path: self._traced(path) for path in self.places}
+        for path, place in self.places.items():
+            place.put(given[path])
+        return given
+
+    def _within_step(self, optimizer: Any, given: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """A context in which torch's functions take the numbers within `step()` of the optimizer."""
+        inner = optimizer.step
 
         @functools.partial(torch.compiler.disable, reason="it reads numbers on the device")
         def step(*args: Any, **kwargs: Any) -> Any:
-            if self.for_torch:
-                with _Operators():
-                    return inner(*args, **kwargs)
-            self.for_torch = True
-            within = {path: self._traced(path) for path in self.places}
-            for path, place in self.places.items():
-                place.put(within[path])
-            try:
-                with _Operators():
-                    return inner(*args, **kwargs)
-            finally:
-                self.for_torch = False
-                for path, place in self.places.items():
-                    if place.get() is within[path]:
-                        place.put(given[path])
+            with self._taken_by_torch(given), _Operators():
+                return inner(*args, **kwargs)
 
-        put_back = own.get("step")
-        own["step"] = step
+        return replaced(optimizer, "step", step)
+
+    @contextlib.contextmanager
+    def _taken_by_torch(self, given: Mapping[str, Any]) -> Iterator[None]:
+        """A context with numbers in the places that torch's functions take, in place of those `given`."""
+        if self.for_torch:
+            yield
+            return
+        self.for_torch = True
+        within = self._put_traced()
         try:
             yield
         finally:
-            if put_back is None:
-                del own["step"]
-            else:
-                own["step"] = put_back
+            self.for_torch = False
+            for path, place in self.places.items():
+                if place.get() is within[path]:
+                    place.put(given[path])
 
     def _note_assigned(self, given: Mapping[str, Any]) -> None:
         for path, place in self.places.items():

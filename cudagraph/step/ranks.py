@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -103,10 +102,7 @@ class Ranks:
     def launched(self, cursor: Cursor) -> None:
         """Note that this call has launched its work on the current stream."""
         if self._watchdog is None:
-            give_up = weakref.WeakMethod(self._give_up)
-            self._watchdog = Watchdog(
-                cursor.driver.event(), self._limit.total_seconds(), lambda thread: (give_up() or _nobody)(thread)
-            )
+            self._watchdog = Watchdog(cursor.driver.event(), self._limit.total_seconds(), self._give_up)
         self._watchdog.launched(cursor.driver.order_streams(cursor.device, None))
 
     def _give_up(self, thread: int) -> None:
@@ -157,7 +153,3 @@ class Ranks:
             f"{str(error).splitlines()[0][:200]}; {who}. All ranks must call a step equally often; look for the error "
             "of the rank that ended"
         )
-
-
-def _nobody(thread: int) -> None:
-    pass

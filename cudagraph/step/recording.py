@@ -39,7 +39,7 @@ from .accumulators import is_referenced, renew_for_capture, why_referenced, why_
 from .gradients import Gradients, LastGradients
 from .host import ALL, HostState
 from .inputs import Call, Inputs
-from .numbers import Numbers, Place, Traced
+from .numbers import Numbers, Place, Traced, replaced
 from .outputs import ChangesValue, Outputs, is_storable, reason_against_storing
 from .randomness import HostRandom
 from .users_code import asks_for_types
@@ -72,19 +72,14 @@ class Unforeseen(CannotCapture):
 def noting_reads(schedulers: Mapping[str, Any], read: list[str]) -> Iterator[None]:
     """A context in which a path is put into `read` when code calls `get_last_lr()` of its scheduler."""
 
-    def noted(path: str, of: Callable[[], Any]) -> Callable[[], Any]:
-        def get_last_lr() -> Any:
-            read.append(path)
-            return of()
-
-        return get_last_lr
+    def get_last_lr(path: str, of: Callable[[], Any]) -> Any:
+        read.append(path)
+        return of()
 
     with contextlib.ExitStack() as stack:
         for path, scheduler in schedulers.items():
-            own = vars(scheduler)
-            put_back = functools.partial(own.__setitem__, "get_last_lr", own.get("get_last_lr"))
-            stack.callback(put_back if "get_last_lr" in own else functools.partial(own.pop, "get_last_lr"))
-            own["get_last_lr"] = noted(path, scheduler.get_last_lr)
+            noted = functools.partial(get_last_lr, path, scheduler.get_last_lr)
+            stack.enter_context(replaced(scheduler, "get_last_lr", noted))
         yield
 
 

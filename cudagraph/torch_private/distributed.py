@@ -170,10 +170,15 @@ def _groups_of(state: Any) -> list[Any]:
     return getattr(state, "_fsdp_param_groups", [] if one is None else [one])
 
 
+def _params_of(objects: Collection[Any]) -> list[Any]:
+    """What FSDP2 keeps for the parameters of modules among `objects`."""
+    return [x for state in _sharded_states(objects) for group in _groups_of(state) for x in group.fsdp_params]
+
+
 def gathered_storages(objects: Collection[Any]) -> list[torch.UntypedStorage]:
     """The storages that FSDP2 gathers the parameters of modules among `objects` into. Between steps they are empty, and
     a capture fills them from its pool."""
-    params = (x for state in _sharded_states(objects) for group in _groups_of(state) for x in group.fsdp_params)
+    params = _params_of(objects)
     return [tensor.untyped_storage() for x in params for tensor in (*x.all_gather_outputs, x._sharded_param_data)]
 
 
@@ -215,7 +220,7 @@ def gather_as_before(groups: Collection[Any]) -> None:
 
 def unreduced_gradients(objects: Collection[Any]) -> list[tuple[Any, str, Any]]:
     """Where FSDP2 keeps gradients that were not exchanged: objects, names of attributes, and gradients or None."""
-    params = [x for state in _sharded_states(objects) for group in _groups_of(state) for x in group.fsdp_params]
+    params = _params_of(objects)
     places = [(x, "unsharded_accumulated_grad") for x in params if "unsharded_accumulated_grad" in vars(x)]
     places += [(x._unsharded_param, "grad") for x in params if hasattr(x, "_unsharded_param")]
     return [(owner, name, getattr(owner, name)) for owner, name in places]
@@ -232,8 +237,7 @@ def forget_events(objects: Collection[Any]) -> None:
 
 def unsharded_parameters(objects: Collection[Any]) -> dict[str, torch.Tensor]:
     """The parameters that FSDP2 has a forward use, by names of theirs. They are leaves: it takes their gradients."""
-    params = [x for state in _sharded_states(objects) for group in _groups_of(state) for x in group.fsdp_params]
-    every = [x._unsharded_param for x in params if hasattr(x, "_unsharded_param")]
+    every = [x._unsharded_param for x in _params_of(objects) if hasattr(x, "_unsharded_param")]
     return {f"unsharded parameter {i}": x for i, x in enumerate(every)}
 
 

@@ -230,7 +230,7 @@ class Tree(Cursor):
         """Have FSDP2 gather parameters into a pool of this tree, if a static input of `function` is one of them."""
         static = function.static_tensors(inputs, ()).values()
         storages = {torch_cuda.identity(x.untyped_storage()) for x in static}
-        self.gathered |= gather_into_pool(storages, functools.partial(self.driver.open_gathering_pool, self.device))
+        self.gathered |= gather_into_pool(storages, lambda: self.driver.open_gathering_pool(self.device))
 
     def _give_up_or_copy(self, function: Function, moving: frozenset[int], inputs: list[Any]) -> str | None:
         """Copy the inputs `moving` of `function` from now on, and return None. If that can't be, or would not pay, its
