@@ -21,7 +21,7 @@ MOST_BY_CHANCE = 4  # calls that may differ in a shape and in a number
 OBJECTS = (*DECLARED, Scheduler)  # their state is compared, like that of variables of the step's functions
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """One call of a step."""
 
     flat: Sequence[Any]  # its arguments in one sequence
@@ -34,7 +34,7 @@ class Call(NamedTuple):
         return (flat, {}) if self.spec is None else torch_cuda.unflatten(flat, self.spec)
 
 
-def call_with(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def step_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
     is_plain = not kwargs and all(type(x) is torch.Tensor for x in args)
     flat, spec = (args, None) if is_plain else torch_cuda.flatten((args, kwargs))
     key = (
@@ -48,7 +48,7 @@ def call_with(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
             for x in flat
         ],
     )
-    return Call(flat, spec, key)
+    return StepCall(flat, spec, key)
 
 
 def changing_value(key: tuple[Any, ...], others: Sequence[tuple[Any, ...]]) -> str | None:

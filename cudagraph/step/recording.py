@@ -38,7 +38,7 @@ from ..tree.tree import one_capture
 from .accumulators import is_referenced, renew_for_capture, why_referenced, why_shared
 from .gradients import Gradients, LastGradients
 from .host import ALL, HostState
-from .inputs import Call, Inputs
+from .inputs import Inputs, StepCall
 from .numbers import Numbers, Place, Traced, replaced
 from .outputs import ChangesValue, Outputs, is_storable, reason_against_storing
 from .randomness import HostRandom
@@ -87,7 +87,7 @@ def noting_reads(schedulers: Mapping[str, Any], read: list[str]) -> Iterator[Non
 class StepRecording:
     """A captured step."""
 
-    key: tuple[Any, ...]  # see `Call`
+    key: tuple[Any, ...]  # see `StepCall`
     host: HostState
     numbers: Numbers  # of the host, which the graph reads on the device
     outputs: Outputs  # tensors that the step stores
@@ -124,7 +124,7 @@ class StepRecording:
                 return i
         return None
 
-    def applies(self, call: Call, now: HostState | None = None) -> bool:
+    def applies(self, call: StepCall, now: HostState | None = None) -> bool:
         """Whether a replay does what the step would in `call`. `now`: a new snapshot, if there is one."""
         if (
             call.key != self.key
@@ -251,7 +251,7 @@ class CaptureRequest:
     cursor: Cursor
     run: Callable[..., Any]  # the step, or its forward and backward
     update: Callable[[], None] | None  # runs after each replay, outside of the graph
-    call: Call  # whose arguments `run` gets
+    call: StepCall  # whose arguments `run` gets
     take_snapshot: Callable[[], HostState]
     host: HostState  # the snapshot of now
     number_paths: Collection[str]  # of numbers that the graph reads on the device, if it can

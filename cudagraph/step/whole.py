@@ -48,7 +48,7 @@ from ..tree.tree import Failure
 from .accumulators import renew
 from .gradients import LastGradients, ReadsGradients
 from .host import CannotCompare, HostState
-from .inputs import Call, call_with, changing_value, objects_in, reason_against
+from .inputs import StepCall, changing_value, objects_in, reason_against, step_call
 from .numbers import NotTraced
 from .outputs import ChangesValue
 from .ranks import MOST_RECORDINGS, Ranks
@@ -173,7 +173,7 @@ class WholeStep:
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_compiled_code(self, args, kwargs)
         with self._lock:  # another thread's call would write to the same inputs
-            call = call_with(args, kwargs)
+            call = step_call(args, kwargs)
             if run_as_they_are():  # a part of a step around it
                 return self._as_it_is(call)
             if self.talks_in and not are_there(self.talks_in):
@@ -194,7 +194,7 @@ class WholeStep:
                 ranks.launched(self.cursor)
             return result
 
-    def _follow(self, way: Way, call: Call) -> Any:
+    def _follow(self, way: Way, call: StepCall) -> Any:
         if isinstance(way, Replay):
             self.latest = way.recording
             return self.latest.replay(call.flat)
@@ -213,7 +213,7 @@ class WholeStep:
             return Refuse(reason)
         return AsItIs() if isinstance(way, (Replay, Record)) else way
 
-    def _common_way(self, way: Way, call: Call, *, renews: bool) -> Way:
+    def _common_way(self, way: Way, call: StepCall, *, renews: bool) -> Way:
         """The way that all ranks go, which know each other's ways now. See ranks.py.
 
         `renews`: whether this rank has reducers to make anew. That changes what a reducer sends, so all ranks do it
@@ -241,14 +241,14 @@ class WholeStep:
             return Record(host)
         return AsItIs() if isinstance(way, (Replay, Record)) else way
 
-    def _applying(self, way: Way, call: Call, host: HostState | None = None) -> dict[int, StepRecording]:
+    def _applying(self, way: Way, call: StepCall, host: HostState | None = None) -> dict[int, StepRecording]:
         """The recordings that could be replayed, by their numbers among the ranks. One of this rank alone has none."""
         known = self.recordings.get(call.key, ()) if isinstance(way, (Replay, Record)) else ()
         chosen = way.recording if isinstance(way, Replay) else None
         shared = (one for one in known if one.number >= 0)
         return {one.number: one for one in shared if one is chosen or one.applies(call, host)}
 
-    def _way(self, call: Call) -> Way:
+    def _way(self, call: StepCall) -> Way:
         """How the call is to run. Nothing of it has run yet."""
         if self.latest is not None and self.latest.applies(call):
             return Replay(self.latest)
@@ -261,7 +261,7 @@ class WholeStep:
         except CannotCompare as error:
             return Refuse(str(error))
 
-    def _find(self, call: Call) -> Way:
+    def _find(self, call: StepCall) -> Way:
         """As `_way`, for a call that `latest` does not take."""
         if (way := self._way_without_host(call)) is not None:
             return way
@@ -276,7 +276,7 @@ class WholeStep:
             return way
         return self._way_by_warmup(call, host)
 
-    def _way_without_host(self, call: Call) -> Way | None:
+    def _way_without_host(self, call: StepCall) -> Way | None:
         """The way of a call for which nothing but its arguments has to be known; None if there is none."""
         reason = reason_against(call.flat) if torch.is_grad_enabled() else "gradients are turned off around it"
         if reason is not None:
@@ -310,7 +310,7 @@ class WholeStep:
         self.old_reducers_of = [x for x in replicas_in(host.objects()) if x not in on_streams_of_captures]
         return self._host() if make_capturable(host, self.cursor.device) else host
 
-    def _way_by_recordings(self, call: Call, host: HostState) -> Way | None:
+    def _way_by_recordings(self, call: StepCall, host: HostState) -> Way | None:
         """A replay, or a call as it is because one more recording would not help; None if the step may be recorded."""
         known = self.recordings.get(call.key, [])
         for recording in known:
@@ -332,7 +332,7 @@ class WholeStep:
             return self._find(call)
         return AsItIs(f"it was recorded {len(known)} times, last because {what}")
 
-    def _way_by_warmup(self, call: Call, host: HostState) -> Way:
+    def _way_by_warmup(self, call: StepCall, host: HostState) -> Way:
         """A warm-up until nothing has changed for some calls, then a recording."""
         warm, count = self.warm.get(call.key, (host, 0))
         changed = warm.differences(host)
@@ -355,7 +355,7 @@ class WholeStep:
                 return Refuse(what)
         return WarmUp(1 if changed else count + 1)
 
-    def _warm_up_for(self, way: WarmUp, call: Call) -> Any:
+    def _warm_up_for(self, way: WarmUp, call: StepCall) -> Any:
         before = unsettled_count()
         result = self._warm_up(call)
         self.unsettled_calls = 0 if unsettled_count() == before else self.unsettled_calls + 1
@@ -420,7 +420,7 @@ class WholeStep:
         roots = {**roots, **self.objects}
         return HostState(roots, self.driver.device_type, outputs=self.outputs)
 
-    def _record(self, call: Call, host: HostState) -> Any:
+    def _record(self, call: StepCall, host: HostState) -> Any:
         """Record the step and replay the recording. If the capture fails, run the step uncaptured this time. From then
         on less of it is captured, unless another attempt may succeed."""
         while True:
@@ -454,7 +454,7 @@ class WholeStep:
             return self._follow(self._find(call), call)
         return self._refuse(reason, call, on_all_ranks=self.ranks is not None)
 
-    def _request(self, call: Call, host: HostState) -> CaptureRequest:
+    def _request(self, call: StepCall, host: HostState) -> CaptureRequest:
         """The step to capture, whole or without its update, and the memory of other recordings, which stays theirs."""
         assert self.cursor is not None
         pool = self._opened_pool()
@@ -478,7 +478,7 @@ class WholeStep:
             calls_compiled=self.calls_compiled,
         )
 
-    def _capture(self, call: Call, host: HostState) -> StepRecording | FailedCapture:
+    def _capture(self, call: StepCall, host: HostState) -> StepRecording | FailedCapture:
         """Record the step, without a replay."""
         request = self._request(call, host)
         pool, reads_numbers = request.pool, bool(request.number_paths)
@@ -589,7 +589,7 @@ class WholeStep:
         log.warning("%s: its update of the parameters runs outside of the CUDA graph: %s", self.name, reason)
         return True
 
-    def _skip(self, reason: str, call: Call) -> Any:
+    def _skip(self, reason: str, call: StepCall) -> Any:
         if self.options.or_error:
             raise NotCapturableError(f"{self.name} can't run as one CUDA graph: {reason}")
         kind = reason.partition(",")[0]  # without the values of this call
@@ -599,7 +599,7 @@ class WholeStep:
         counters.add("skips")
         return self._as_it_is(call)
 
-    def _refuse(self, reason: str, call: Call, *, on_all_ranks: bool = False) -> Any:
+    def _refuse(self, reason: str, call: StepCall, *, on_all_ranks: bool = False) -> Any:
         self.reset()
         self.refused = reason
         if on_all_ranks:
@@ -608,7 +608,7 @@ class WholeStep:
 
     # --- running the step
 
-    def _arguments(self, call: Call) -> Any:
+    def _arguments(self, call: StepCall) -> Any:
         """The arguments, with tensors on the step's device."""
         if self.cursor is None:
             return call.arguments(call.flat)
@@ -641,12 +641,12 @@ class WholeStep:
             if self.talks_in:
                 call_before_groups_end(free_steps_that_talk)
 
-    def _as_it_is(self, call: Call) -> Any:
+    def _as_it_is(self, call: StepCall) -> Any:
         with self._noting_collectives():
             args, kwargs = self._arguments(call)
             return _copied(self._all(*args, **kwargs))
 
-    def _warm_up(self, call: Call) -> Any:
+    def _warm_up(self, call: StepCall) -> Any:
         """Run the step uncaptured, on the stream of captures, so that a capture can have the memory that it frees. The
         update runs on the current stream, so that the optimizer's state does not lie between activations."""
         counters.add("warmups")

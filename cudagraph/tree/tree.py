@@ -205,7 +205,7 @@ class Tree(Cursor):
             layout = node.children[key][-1].inputs
             function.note_moves(layout.addresses, layout.fixed, inputs)
         state, static = self.states[function], function.static_tensors(inputs, node.live)
-        moving = state.moves.in_each_step(static)
+        moving = state.moves.in_each_step(static, is_gathered=bool(self.gathered))
         if moving:
             why_not = self._give_up_or_copy(function, moving, inputs)
             if why_not is not None:

@@ -63,10 +63,11 @@ def work(rank: int) -> None:
         got = trained(rank, graphs=True)
         counts = cudagraph.stats()
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), gathers
-        assert 0 < counts["recordings"] <= 2 * GRAPHS, counts
+        many = 2 if gathers and device_type() == "cpu" else 4  # a pool of CUDA's allocator grows in the first steps
+        assert 0 < counts["recordings"] <= many * GRAPHS, counts
         if gathers and (device_type() == "cuda" or torch_cuda.can_swap()):
             assert (counts["given_up"], counts["skips"]) == (0, 0), counts
-            assert counts["replays"] >= (STEPS - 3) * GRAPHS, counts
+            assert counts["replays"] >= (STEPS - 1 - many) * GRAPHS, counts
         else:
             assert (counts["given_up"], counts["replays"]) == (1, 0), counts
 

@@ -52,7 +52,7 @@ SHARED_NAMES: dict[str, set[str]] = {
         *("Call", "Limits", "Part", "Point", "Program", "Read", "Refused", "Step", "as_data", "call", "finished"),
         *("join", "note", "read", "shape_of", "shown", "step_of", "this_thread", "write"),
     },
-    "cudagraph": {"counts", "key_of", "reason_against", "stats", "storages_of"},
+    "cudagraph": {"counts", "reason_against", "stats", "storages_of"},
 }
 
 
