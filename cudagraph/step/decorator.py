@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -69,27 +70,30 @@ def whole_step(
     if optimizer is None:
         if loss_fn is not None or scaler is not None or clip_grad_norm is not None or accumulate != 1:
             raise OptionError("loss_fn, scaler, clip_grad_norm and accumulate need an optimizer; give whole_step one")
-        if model is None:
-            return lambda fn: whole_step(fn, state=state, options=options)
-        return step_of(model, state, options)
+        again = functools.partial(whole_step, state=state, options=options)
+        return again if model is None else step_of(model, state, options)
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-    _check(model, optimizer, optimizers, clip_grad_norm, accumulate)
-    halves = ModelStep(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate)
-    roots = {"model": model, "loss_fn": loss_fn, "scaler": scaler}
-    update_roots = {"optimizer" if len(optimizers) == 1 else f"optimizer {i}": o for i, o in enumerate(optimizers)}
+    return _step_of_halves(ModelStep(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate), state, options)
+
+
+def _step_of_halves(halves: ModelStep, state: Any, options: Mapping[str, Any] | None) -> WholeStep:
+    _check(halves.model, halves.optimizers, halves.clip_grad_norm, halves.accumulate)
+    roots = {"model": halves.model, "loss_fn": halves.loss_fn, "scaler": halves.scaler}
+    is_one = len(halves.optimizers) == 1
+    update_roots = {"optimizer" if is_one else f"optimizer {i}": each for i, each in enumerate(halves.optimizers)}
     step = WholeStep(halves.forward_backward, halves.update, roots, update_roots, state, options)
-    step.name = getattr(model, "__name__", type(model).__name__)
+    step.name = getattr(halves.model, "__name__", type(halves.model).__name__)
     return step
 
 
-def _check(model: Any, optimizer: Any, optimizers: list[Any], clip_grad_norm: Any, accumulate: Any) -> None:
-    """Raises `OptionError` for an argument that `whole_step` does not take. `optimizers`: those in `optimizer`."""
+def _check(model: Any, optimizers: list[Any], clip_grad_norm: Any, accumulate: Any) -> None:
+    """Raises `OptionError` for an argument that `whole_step` does not take."""
     if model is None or not callable(model):
         raise OptionError(f"model must be a module or function, got {model!r}")
     if type(accumulate) is not int or accumulate < 1:
         raise OptionError(f"accumulate must be an integer of at least 1, got {accumulate!r}")
     if not optimizers or any(not isinstance(each, torch.optim.Optimizer) for each in optimizers):
-        raise OptionError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizer!r}")
+        raise OptionError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizers}")
     for each in optimizers:
         if (closure := inspect.signature(each.step).parameters.get("closure")) and closure.default is closure.empty:
             raise OptionError(f"{type(each).__name__} calls a closure several times; write a step of your own for it")
