@@ -1,16 +1,21 @@
-"""`whole_step`: what the user gives, checked, becomes a `WholeStep`."""
+"""`whole_step`: what the user gives, checked, becomes a `WholeStep`. Of a model it runs two functions:
+
+forward_backward   for each microbatch: loss_fn(model(x), y), scaled, then its backward; returns the mean loss
+update             clips the gradients, steps the optimizers, drops the gradients
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import OptionError
-from .model_step import ModelStep
+from ..torch_private import cuda as torch_cuda
 from .whole import WholeStep, step_of
 
 
@@ -73,30 +78,100 @@ def whole_step(
         again = functools.partial(whole_step, state=state, options=options)
         return again if model is None else step_of(model, state, options)
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-    return _step_of_halves(ModelStep(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate), state, options)
+    return ModelStep(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate).as_whole(state, options)
 
 
-def _step_of_halves(halves: ModelStep, state: Any, options: Mapping[str, Any] | None) -> WholeStep:
-    _check(halves.model, halves.optimizers, halves.clip_grad_norm, halves.accumulate)
-    roots = {"model": halves.model, "loss_fn": halves.loss_fn, "scaler": halves.scaler}
-    is_one = len(halves.optimizers) == 1
-    update_roots = {"optimizer" if is_one else f"optimizer {i}": each for i, each in enumerate(halves.optimizers)}
-    step = WholeStep(halves.forward_backward, halves.update, roots, update_roots, state, options)
-    step.name = getattr(halves.model, "__name__", type(halves.model).__name__)
-    return step
+@dataclass(frozen=True, eq=False)
+class ModelStep:
+    """The two halves of a step; the arguments are those of `whole_step`."""
+
+    model: Any
+    loss_fn: Callable[..., Any] | None
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler | None
+    clip_grad_norm: float | None
+    accumulate: int
+
+    def __post_init__(self) -> None:
+        """Raises `OptionError` for an argument that `whole_step` does not take."""
+        if not callable(self.model):
+            raise OptionError(f"model must be a module or function, got {self.model!r}")
+        if type(self.accumulate) is not int or self.accumulate < 1:
+            raise OptionError(f"accumulate must be an integer of at least 1, got {self.accumulate!r}")
+        if not self.optimizers or any(not isinstance(each, torch.optim.Optimizer) for each in self.optimizers):
+            raise OptionError(f"optimizer must be a torch.optim.Optimizer or several, got {self.optimizers}")
+        for each in self.optimizers:
+            closure = inspect.signature(each.step).parameters.get("closure")
+            if closure is not None and closure.default is closure.empty:
+                name = type(each).__name__
+                raise OptionError(f"{name} calls a closure several times; write a step of your own for it")
+        norm = self.clip_grad_norm
+        is_number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
+        if norm is not None and not (is_number and norm > 0):
+            raise OptionError(f"clip_grad_norm must be a positive number or None, got {norm!r}")
+
+    def as_whole(self, state: Any, options: Mapping[str, Any] | None) -> WholeStep:
+        roots = {"model": self.model, "loss_fn": self.loss_fn, "scaler": self.scaler}
+        is_one = len(self.optimizers) == 1
+        update_roots = {"optimizer" if is_one else f"optimizer {i}": each for i, each in enumerate(self.optimizers)}
+        step = WholeStep(self.forward_backward, self.update, roots, update_roots, state, options)
+        step.name = getattr(self.model, "__name__", type(self.model).__name__)
+        return step
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters, each once."""
+        own = self.model.parameters() if isinstance(self.model, torch.nn.Module) else ()
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return [*dict.fromkeys([*own, *(x for group in groups for x in group["params"])])]
+
+    def forward_backward(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        clean = [x for x in self.parameters() if x.grad is None]
+        total: torch.Tensor | None = None
+        try:
+            for (args, kwargs), share in microbatches((inputs, named), self.accumulate):
+                if self.loss_fn is None:
+                    loss = self.model(*args, **kwargs)
+                else:
+                    loss = self.loss_fn(self.model(*args[:1], **kwargs), *args[1:])
+                loss = loss if self.accumulate == 1 else loss * share
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                total = loss.detach() if total is None else total + loss.detach()
+        except BaseException:
+            for x in clean:  # the next step is not to add to half of this one
+                x.grad = None
+            raise
+        assert total is not None
+        return total
+
+    def update(self) -> None:
+        try:
+            if self.clip_grad_norm is not None:
+                if self.scaler is not None:
+                    for optimizer in self.optimizers:
+                        self.scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip_grad_norm)
+            for optimizer in self.optimizers:
+                optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
+            if self.scaler is not None:
+                torch_cuda.update_scaler(self.scaler)
+        finally:
+            for x in self.parameters():
+                x.grad = None
 
 
-def _check(model: Any, optimizers: list[Any], clip_grad_norm: Any, accumulate: Any) -> None:
-    """Raises `OptionError` for an argument that `whole_step` does not take."""
-    if model is None or not callable(model):
-        raise OptionError(f"model must be a module or function, got {model!r}")
-    if type(accumulate) is not int or accumulate < 1:
-        raise OptionError(f"accumulate must be an integer of at least 1, got {accumulate!r}")
-    if not optimizers or any(not isinstance(each, torch.optim.Optimizer) for each in optimizers):
-        raise OptionError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizers}")
-    for each in optimizers:
-        if (closure := inspect.signature(each.step).parameters.get("closure")) and closure.default is closure.empty:
-            raise OptionError(f"{type(each).__name__} calls a closure several times; write a step of your own for it")
-    is_number = isinstance(clip_grad_norm, (int, float)) and not isinstance(clip_grad_norm, bool)
-    if clip_grad_norm is not None and not (is_number and clip_grad_norm > 0):
-        raise OptionError(f"clip_grad_norm must be a positive number or None, got {clip_grad_norm!r}")
+def microbatches(arguments: Any, count: int) -> Iterable[tuple[Any, float]]:
+    """`arguments` cut into `count` parts along dimension 0, each with its share of the whole."""
+    if count == 1:
+        return [(arguments, 1.0)]
+    flat, spec = torch_cuda.flatten(arguments)
+    sizes = {x.shape[0] if x.dim() else 0 for x in flat if isinstance(x, torch.Tensor)}
+    if len(sizes) != 1 or min(sizes) < count:
+        shapes = [tuple(x.shape) for x in flat if isinstance(x, torch.Tensor)]
+        raise ValueError(
+            f"accumulate={count} cuts inputs along dimension 0, so they need one size of at least {count} there; got "
+            f"shapes {shapes}"
+        )
+    (size,) = sizes
+    cut = [x.tensor_split(count) if isinstance(x, torch.Tensor) else [x] * count for x in flat]
+    first = next(x for x in cut if isinstance(x[0], torch.Tensor))
+    return [(torch_cuda.unflatten([x[n] for x in cut], spec), len(first[n]) / size) for n in range(count)]
