@@ -182,38 +182,36 @@ def gathered_storages(objects: Collection[Any]) -> list[torch.UntypedStorage]:
     return [tensor.untyped_storage() for x in params for tensor in (*x.all_gather_outputs, x._sharded_param_data)]
 
 
-def gather_into_pool(
-    storages: Collection[int], open_pool: Callable[[], Callable[[], contextlib.AbstractContextManager[None]]]
-) -> set[Any]:
-    """Have FSDP2 allocate what it gathers within a context of `open_pool()`, in all modules of a model that gathers
-    into one of `storages`. Returns their groups of parameters; `gather_as_before` ends it."""
+def groups_that_gather_into(storages: Collection[int]) -> set[Any]:
+    """The groups of parameters that FSDP2 gathers into one of `storages`."""
     if "torch.distributed.fsdp" not in sys.modules:
         return set()
     states = [ref() for ref in need("torch.distributed._composable_state._module_state_mapping").values()]
-    groups = [group for state in states if hasattr(state, "_fsdp_param_group") for group in _groups_of(state)]
-    groups = [group for group in groups if "wait_for_unshard" not in vars(group)]
-    models = {id(group.comm_ctx) for group in groups if not gathered_into([group]).isdisjoint(storages)}
-    found = {group for group in groups if id(group.comm_ctx) in models}
-    allocating = open_pool() if found else contextlib.nullcontext
-    for group in found:
-        group.wait_for_unshard = functools.partial(_within, allocating, group.wait_for_unshard)
-    return found
+    groups = (group for state in states if hasattr(state, "_fsdp_param_group") for group in _groups_of(state))
+    return {group for group in groups if not _gathered_by(group).isdisjoint(storages)}
 
 
-def gathered_into(groups: Collection[Any]) -> set[int]:
-    """The identities of the storages that groups of parameters of FSDP2 gather into."""
-    params = [x for group in groups for x in group.fsdp_params]
-    tensors = [tensor for x in params for tensor in (*x.all_gather_outputs, *x._unsharded_inner_tensors)]
-    return {x.untyped_storage()._cdata for x in tensors}
+def _gathered_by(group: Any) -> set[int]:
+    tensors = (y for x in group.fsdp_params for y in (*x.all_gather_outputs, *x._unsharded_inner_tensors))
+    return {y.untyped_storage()._cdata for y in tensors}
 
 
-def _within(context: Callable[[], contextlib.AbstractContextManager[None]], run: Callable[[], None]) -> None:
-    with context():
-        run()
+def allocate_gathered_in(
+    context: Callable[[], contextlib.AbstractContextManager[None]], groups: Collection[Any]
+) -> None:
+    """Have FSDP2 allocate what it gathers for `groups` within `context()`; `gather_as_before` ends it."""
+
+    def wait_for_unshard(of_torch: Callable[[], None]) -> None:
+        with context():
+            of_torch()
+
+    for group in groups:
+        if "wait_for_unshard" not in vars(group):
+            group.wait_for_unshard = functools.partial(wait_for_unshard, group.wait_for_unshard)
 
 
 def gather_as_before(groups: Collection[Any]) -> None:
-    """End what `gather_into_pool` has begun. What is gathered stays where it is until it is freed."""
+    """End what `allocate_gathered_in` has begun. What is gathered stays where it is until it is freed."""
     for group in groups:
         vars(group).pop("wait_for_unshard", None)
 

@@ -21,9 +21,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .node import Recording
 
 MAX_WASTED = 2  # moves in a row after recordings that were hardly replayed; with the last of them it is decided
-# Steps in which a pool for parameters that FSDP2 gathers may still grow, so that the next step's addresses are others:
-# the first step gathers the outermost module elsewhere. An estimate.
-STEPS_OF_A_POOL = 2
 EARNED = 16  # replays that pay for a capture; an estimate: it takes some milliseconds, a replay saves some tenths
 # By arithmetic, not measured: a GPU copies so much in the time of a kernel launch, 4 us at 2 TB/s, and a graph saves at
 # least two launches. A forward's copies live until its backward, so more would take back the memory that FSDP2 saves.
@@ -55,10 +52,10 @@ class Moves:
                 wasted[i] = 0 if seen.recording.replay_count >= EARNED else seen.wasted + moved
         return wasted
 
-    def in_each_step(self, static: Mapping[int, torch.Tensor], *, is_gathered: bool) -> frozenset[int]:
+    def in_each_step(self, static: Mapping[int, torch.Tensor]) -> frozenset[int]:
         """The inputs that move in each step; none as long as another recording may serve."""
         wasted = self.wasted(static)
-        if max(wasted.values(), default=0) < MAX_WASTED + STEPS_OF_A_POOL * is_gathered:
+        if max(wasted.values(), default=0) < MAX_WASTED:
             return frozenset()
         return frozenset(self.moving.union(i for i, count in wasted.items() if count))
 

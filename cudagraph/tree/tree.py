@@ -21,7 +21,7 @@ import gc
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,12 @@ import torch
 
 from .. import counters
 from ..torch_private import cuda as torch_cuda
-from ..torch_private.distributed import call_before_groups_end, gather_as_before, gather_into_pool
+from ..torch_private.distributed import (
+    allocate_gathered_in,
+    call_before_groups_end,
+    gather_as_before,
+    groups_that_gather_into,
+)
 from .capture import CannotCapture, NotWarmError
 from .driver import CaptureDriver, Pool
 from .function import Function, log
@@ -92,9 +97,9 @@ class Tree(Cursor):
         self.functions: set[Function] = set()  # those whose callable is alive
         self.warmup = Warmup(driver, device)
         self.states: defaultdict[Function, FunctionState] = defaultdict(FunctionState)
-        self.gathered: weakref.WeakSet[Any] = (
-            weakref.WeakSet()
-        )  # groups of parameters that FSDP2 gathers into memory of this tree
+        # Groups of parameters that FSDP2 gathers within a context, which allocates from a pool of this tree.
+        self.gathered: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.gathering: Callable[[], contextlib.AbstractContextManager[None]] | None = None
         self.given_up: dict[Any, str] = {}  # families of functions that run without graphs, and why; see moves.py
         self._begin()
 
@@ -160,7 +165,6 @@ class Tree(Cursor):
         if self.uncaptured is not None:
             return self._run_uncaptured(function, inputs)
         if self.states[function].warmup_count < function.options.warmup_steps:
-            self._gather_at_the_same_addresses(function, inputs)
             continues_path = in_one_call or bool(on_slots(inputs, node.live))
             self._stop_capturing(Cause.WARMUP, continues_path=continues_path)
             return self._run_uncaptured(function, inputs)
@@ -205,7 +209,7 @@ class Tree(Cursor):
             layout = node.children[key][-1].inputs
             function.note_moves(layout.addresses, layout.fixed, inputs)
         state, static = self.states[function], function.static_tensors(inputs, node.live)
-        moving = state.moves.in_each_step(static, is_gathered=bool(self.gathered))
+        moving = state.moves.in_each_step(static)
         if moving:
             why_not = self._give_up_or_copy(function, moving, inputs)
             if why_not is not None:
@@ -227,10 +231,13 @@ class Tree(Cursor):
         return recording.run(inputs)
 
     def _gather_at_the_same_addresses(self, function: Function, inputs: list[Any]) -> None:
-        """Have FSDP2 gather parameters into a pool of this tree, if a static input of `function` is one of them."""
+        """Have FSDP2 gather those static inputs of `function` that it gathers into a pool of this tree."""
         static = function.static_tensors(inputs, ()).values()
-        storages = {torch_cuda.identity(x.untyped_storage()) for x in static}
-        self.gathered |= gather_into_pool(storages, lambda: self.driver.open_gathering_pool(self.device))
+        groups = groups_that_gather_into({torch_cuda.identity(x.untyped_storage()) for x in static})
+        if groups:
+            self.gathering = self.gathering or self.driver.open_gathering_pool(self.device)
+            allocate_gathered_in(self.gathering, groups)
+            self.gathered |= groups
 
     def _give_up_or_copy(self, function: Function, moving: frozenset[int], inputs: list[Any]) -> str | None:
         """Copy the inputs `moving` of `function` from now on, and return None. If that can't be, or would not pay, its
@@ -348,6 +355,7 @@ class Tree(Cursor):
         cause = self.uncaptured.cause
         if cause is not Cause.WARMUP:
             return self._skip(function, "a capture failed in this step" if self.is_broken else cause.value, inputs)
+        self._gather_at_the_same_addresses(function, inputs)
         storages = storages_of(inputs)
         outputs = self.warmup.run(function, inputs, storages)
         self.states[function].warmup_count += 1
@@ -455,6 +463,7 @@ class Tree(Cursor):
             self.given_up.clear()
             gather_as_before(self.gathered)
             self.gathered.clear()
+            self.gathering = None
         self._begin()
 
 
