@@ -37,7 +37,7 @@ from .report.expressions import evaluated
 from .report.frontier import frontier_of, on_gpu
 from .report.plot import check_can_plot, plot_report
 from .report.script import Recorded, ScriptError, run_as_program, run_script
-from .report.text import as_data, format_report
+from .report.text import format_report, report_as_data
 from .settings.byte_sizes import parse_size
 from .settings.setting import SCOPES
 from .torch_private import aot_cache
@@ -119,7 +119,7 @@ def report(options: argparse.Namespace) -> None:
             "saved_bytes": recorded.others.saved_bytes,
             "packed_bytes": recorded.others.packed_bytes,
         }
-        data = as_data(plan) | measured | {"other_graphs": other_graphs}
+        data = report_as_data(plan) | measured | {"other_graphs": other_graphs}
         pathlib.Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
     if options.plot is not None:
         plot_report(plan, options.plot)

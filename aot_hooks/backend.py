@@ -427,12 +427,12 @@ def _wrapped(
     """`compiled` in the wrappers that apply, the innermost first; notes what the graph was made of."""
     suspects = unused.compiled(hooks.settings, graph.plans, checkpoints=checkpoints)
     for key, setting in hooks.regions.items():
-        recompiles.note(wrapper, setting, region.regions[key].record_for(seen))
+        recompiles.note_compilation(wrapper, setting, region.regions[key].record_for(seen))
     rule = hooks.setting.rule if hooks.setting is not None and graph.plans else None
     check: Callable[[], None] | None = None
     if hooks.setting is not None and rule is not None and not described(rule).frozen:
         record, check = pairs.record_for(seen, hooks.setting, hooks.pair, hooks.enabled)
-        recompiles.note(wrapper, hooks.setting, record)
+        recompiles.note_compilation(wrapper, hooks.setting, record)
     if counted:  # counts the runs, for a report
         compiled = graph.counted(compiled)
     compiled = unused.warning_if_unused(compiled, suspects)

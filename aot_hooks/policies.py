@@ -27,7 +27,7 @@ from .errors import OptionError, names_arguments
 from .graphs.saved import SavedTensor
 from .hook import KEEP, Hook
 from .settings.operators import operator_key, same_operator
-from .settings.setting import POLICY_KEEPS, Policy, check_rule, choose, looks_at_modules, why_kept, why_packed
+from .settings.setting import POLICY_KEEPS, Policy, check_rule, choose, looks_at_modules, reason_to_keep, reason_to_pack
 
 # fmt: off
 __all__ = [
@@ -131,13 +131,13 @@ class _Policy:
 
     def why_kept(self, saved: SavedTensor) -> str:
         """The reason to leave `saved`, for reports."""
-        reasons = (why_kept(rule, saved) for rule in self.rules_for(saved))
+        reasons = (reason_to_keep(rule, saved) for rule in self.rules_for(saved))
         return "; ".join(dict.fromkeys(filter(None, reasons))) or POLICY_KEEPS
 
     def why_packed(self, saved: SavedTensor) -> str:
         """The condition that chose the hook for `saved`, for reports; "" if there was none."""
         rule = next(iter(self.rules_for(saved)), None)
-        return "" if rule is None else ", ".join(filter(None, (self.condition(saved), why_packed(rule, saved))))
+        return "" if rule is None else ", ".join(filter(None, (self.condition(saved), reason_to_pack(rule, saved))))
 
     def condition(self, saved: SavedTensor) -> str:
         """The policy's own condition, which `saved` meets, in words."""
@@ -183,7 +183,7 @@ class _FirstMatch(_Policy):
 
     def why_packed(self, saved: SavedTensor) -> str:
         policy = self._first(saved)[1]
-        return "" if policy is None else why_packed(policy, saved)
+        return "" if policy is None else reason_to_pack(policy, saved)
 
     def _first(self, saved: SavedTensor) -> tuple[Hook | None, Rule | None]:
         """The first hook that packs `saved`, and its policy."""

@@ -95,7 +95,7 @@ class _Local(threading.local):
     saved_count = 0  # tensors that eager operators saved in contexts
 
 
-this_thread = _Local()
+saves_of_thread = _Local()
 
 
 def forget() -> None:
@@ -217,7 +217,7 @@ def context_left(setting: Setting, before: int) -> None:
     _ended.add(setting.text)
     if setting.rule == KEEP or sys.exc_info()[0] is not None:
         return
-    if this_thread.saved_count == before:
+    if saves_of_thread.saved_count == before:
         _warn(
             (setting.text, "context"),
             f"a context of {setting.title} saw no saved tensor: no operator saved one eagerly inside it, and no "

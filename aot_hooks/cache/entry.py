@@ -1,6 +1,6 @@
 """The plans that an entry of torch's cache stores, so that a warm start reports what the cold one did.
 
-      plans, key, places --pack_up--> bytes, in torch's entry ... another process ... --unpack--> plans, or `Refused`
+      plans, key, places --pack_up--> bytes, in torch's entry ... another process ... --unpack--> plans, or an error
 
 A program with other names for its modules and arguments may take the entry. So a row stores the number of a node of
 Dynamo's graph instead of a module and a line, and numbers of sizes instead of their names. A hook is stored as "the
@@ -38,15 +38,15 @@ Place = tuple[str, str]  # module and line
 _Hook = tuple[str, Any]
 
 
-class Refused(AotHooksError):
+class EntryRefused(AotHooksError):
     """The entry is for another program, or damaged; the message says why."""
 
 
-class ForAnother(Refused):
+class ForAnother(EntryRefused):
     """A hook or policy does something else than when the entry was made."""
 
 
-class Unusable(Refused):
+class Unusable(EntryRefused):
     """A hook or policy cannot be checked, in this entry or any other of its graph; the message says why."""
 
 
@@ -92,7 +92,7 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
 
     try:
         content = _Stored(tuple((tuple(map(stored, plan.decisions)), _without_rows(plan)) for plan in plans), "")
-    except Refused as e:
+    except EntryRefused as e:
         content = _Stored((), str(e))
     data = pickle.dumps(content)
     return hashlib.sha256(data).digest() + data
@@ -118,12 +118,12 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
     """The plans that `pack_up` stored, with the hooks and places of this program.
 
     Raises:
-        Refused: the data is damaged, or a hook or policy behaves differently now.
+        EntryRefused: the data is damaged, or a hook or policy behaves differently now.
         Unusable: no entry of this graph may be used.
     """
     checksum, data = data[:32], data[32:]
     if hashlib.sha256(data).digest() != checksum:
-        raise Refused("what is stored beside it is damaged")
+        raise EntryRefused("what is stored beside it is damaged")
     stored: _Stored = pickle.loads(data)  # made by the same sources, which the key holds
     if stored.cannot:
         raise Unusable(stored.cannot)
@@ -136,7 +136,7 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
             module = "" if row.module_at is None else found[row.module_at][0]
             line = "" if row.line_at is None else found[row.line_at][1]
         except IndexError:
-            raise Refused("its rows name nodes that this graph does not have") from None
+            raise EntryRefused("its rows name nodes that this graph does not have") from None
         saved = row.decision.saved
         saved = dataclasses.replace(saved, shape=named(saved.shape), module_path=module, source_line=line)
         hook = check.resolve(row.hook, saved)
@@ -145,7 +145,7 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
         try:
             traces_to = check.programs(hook, saved, row.decision.layout, row.chosen_by)
         except Unusable as e:  # what made the entry could be checked
-            raise Refused(str(e)) from e
+            raise EntryRefused(str(e)) from e
         if row.traces_to != traces_to:
             raise ForAnother(
                 f"hook '{hook.name}' traces to another program on {saved.describe()} than when the entry was made"
@@ -179,7 +179,7 @@ class Checks:
     def keys(self, chosen_by: tuple[int, ...]) -> tuple[str, ...]:
         settings = self.key.settings
         if any(number >= len(settings) or settings[number] is None for number in chosen_by):
-            raise Refused("a row names a setting that this graph does not have")
+            raise EntryRefused("a row names a setting that this graph does not have")
         return tuple(s.key for s in (settings[number] for number in chosen_by) if s is not None)
 
     def means(self, number: int) -> tuple[Hook, ...]:
@@ -195,7 +195,7 @@ class Checks:
         try:
             return setting.choose(row)
         except PolicyError as e:
-            raise Refused(str(e)) from e
+            raise EntryRefused(str(e)) from e
 
     def stored_hook(self, hook: Hook, row: SavedTensor, chosen_by: tuple[int, ...]) -> _Hook:
         """The form in which the entry stores `hook`: as the choice of one of the settings `chosen_by`, or pickled."""
@@ -212,7 +212,7 @@ class Checks:
         try:
             return "value", pickle.dumps(hook)
         except (pickle.PicklingError, TypeError, AttributeError) as e:
-            raise Refused(f"hook '{hook.name}' cannot be stored ({e})") from e
+            raise EntryRefused(f"hook '{hook.name}' cannot be stored ({e})") from e
 
     def resolve(self, hook: _Hook, row: SavedTensor) -> Hook:
         """The hook that the stored `hook` stands for: a setting's choice for `row`, a pickled hook, or `KEEP`."""
@@ -223,7 +223,7 @@ class Checks:
             try:
                 found = pickle.loads(value)
             except _UNREADABLE as e:
-                raise Refused(f"a stored hook cannot be read ({type(e).__name__}: {e})") from e
+                raise EntryRefused(f"a stored hook cannot be read ({type(e).__name__}: {e})") from e
             if isinstance(found, Hook):
                 return found
         if kind == "means" and value[0] < len(self.key.settings) and value[1] < len(self.means(value[0])):
@@ -231,7 +231,7 @@ class Checks:
             return own
         if kind == "keep":
             return KEEP
-        raise Refused(f"a row names its hook by {hook!r}")
+        raise EntryRefused(f"a row names its hook by {hook!r}")
 
     def choices(self, row: SavedTensor, chosen_by: tuple[int, ...]) -> tuple[str, ...]:
         """Texts of the hooks that the settings `chosen_by` choose for `row`; "" where the key determines the choice."""

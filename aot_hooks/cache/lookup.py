@@ -34,7 +34,7 @@ from ..passes.plan import Plan
 from ..settings.setting import SettingsOfGraph
 from ..torch_private import aot_cache
 from . import notes
-from .entry import Checks, ForAnother, Refused, Unusable, pack_up, unpack
+from .entry import Checks, EntryRefused, ForAnother, Unusable, pack_up, unpack
 from .key import Key, key_of, nodes_of, without_names
 
 log = logging.getLogger("aot_hooks")
@@ -194,7 +194,7 @@ class _Lookup(Extension):
                 self.stored_plans = unpack(data, self.checks, self.places)
             elif entry.has_backward:
                 raise Unusable("nothing is stored beside it")
-        except Refused as e:
+        except EntryRefused as e:
             self.refused = str(e)
             if isinstance(e, Unusable):
                 self.unusable = str(e)
@@ -284,9 +284,9 @@ def _report(lookup: _Lookup) -> None:
     _count("miss", why)
     note = notes.Note(lookup.full_key, hooks, why, lookup.key.lines, lookup.lines, aot_cache.settings_of_torch())
     try:
-        if log.isEnabledFor(logging.DEBUG) and (other := notes.nearest(note, notes.read())) is not None:
+        if log.isEnabledFor(logging.DEBUG) and (other := notes.nearest(note, notes.all_notes())) is not None:
             log.debug("cache miss: the nearest key differs in\n%s", notes.difference(other, note))
-        notes.write(note)
+        notes.add(note)
     except OSError as e:
         _warn_once("notes", f"explain-miss will know nothing of this process: {e}")
 

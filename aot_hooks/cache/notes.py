@@ -1,8 +1,8 @@
 """What the keys of cache misses were made of, for `python -m aot_hooks explain-miss`.
 
-      a miss --write--> <torch's cache directory>/aot_hooks_keys/<time>-<process>.json     the newest 32 are kept
+      a miss --add--> <torch's cache directory>/aot_hooks_keys/<time>-<process>.json     the newest 32 are kept
                                      |
-      explain-miss --read, nearest, difference--> - region 1 content 3: float:0.5
+      explain-miss --all_notes, nearest, difference--> - region 1 content 3: float:0.5
                                                   + region 1 content 3: float:0.25
 
 A note holds the graph's operators, the content of hooks, and of tensors the digests of constants only.
@@ -48,7 +48,7 @@ def _folder(directory: str | None = None) -> Path:
     return Path(directory or aot_cache.cache_dir()) / "aot_hooks_keys"
 
 
-def write(note: Note) -> None:
+def add(note: Note) -> None:
     """Add `note`, and drop the oldest beyond the newest 32. Raises `OSError` if the directory cannot be written."""
     folder, now = _folder(), time.time()
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def write(note: Note) -> None:
             old.unlink()
 
 
-def read(directory: str | None = None) -> list[Note]:
+def all_notes(directory: str | None = None) -> list[Note]:
     """All notes, oldest first, without those that can't be read or are damaged."""
     notes = []
     for path in sorted(_folder(directory).glob("*.json")):
@@ -129,7 +129,7 @@ class Miss:
 
 def last_miss(directory: str | None = None) -> Miss | None:
     """The newest miss; None if there are no notes."""
-    notes = read(directory)
+    notes = all_notes(directory)
     if not notes:
         return None
     *before, last = notes

@@ -87,7 +87,7 @@ def _enter(context: _Context) -> None:
         except BaseException:
             pair.count_open(-1)
             raise
-    open_contexts.stack.append((context, pair, unused.this_thread.saved_count))
+    open_contexts.stack.append((context, pair, unused.saves_of_thread.saved_count))
 
 
 class saved_tensors_hooks(_Context):

@@ -122,7 +122,7 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     if torch_values.is_traced_value(x) or torch.compiler.is_compiling():
         unused.traced(setting)
         return x  # a tracer runs the program on fake tensors: nothing is saved
-    unused.this_thread.saved_count += 1
+    unused.saves_of_thread.saved_count += 1
     find_from(x)
     held = _held_for(setting, x)
     # last: another operator may have saved the same tensor. It may get a name after this, and other readers

@@ -198,7 +198,7 @@ def row_of(fw_node: Node, bw_node: Node, storage: int, roots: Mapping[str, str])
     return SavedTensor(
         name=fw_node.name,
         op=op_name(producer(fw_node)),
-        shape=shape_of(value),
+        shape=sizes_of(value),
         dtype=value.dtype,
         device=value.device,
         nbytes=storage_bytes(value),
@@ -248,7 +248,7 @@ def _share_tests(tensors: list[SavedValue]) -> None:
                 value.row = replace(value.row, backward_asks=union)
 
 
-def shape_of(value: torch.Tensor) -> tuple[int, ...]:
+def sizes_of(value: torch.Tensor) -> tuple[int, ...]:
     """The sizes of `value`; symbolic ones as `Dim`s."""
     sizes: tuple[Any, ...] = value.shape
     return tuple(s if isinstance(s, int) else Dim(torch_values.hint(s), torch_values.expression(s)) for s in sizes)

@@ -192,7 +192,7 @@ class Tape:
         """Release originals that are copied, and the oldest others until at most `in_flight_bytes` are in flight."""
         alive = deque(c for ref in self.in_flight if (c := ref()) is not None and c.original is not None)
         total = sum(c.nbytes for c in alive)
-        while alive and (total > in_flight_bytes or transfers.finished(alive[0].ticket)):
+        while alive and (total > in_flight_bytes or transfers.is_finished(alive[0].ticket)):
             oldest = alive.popleft()
             oldest.release_original()
             total -= oldest.nbytes

@@ -147,7 +147,7 @@ def fetched_here(ticket: torch.Tensor) -> bool:
     return copy is None or copy.stream is None or copy.stream == torch.cuda.current_stream(copy.stream.device_index)
 
 
-def finished(ticket: torch.Tensor) -> bool:
+def is_finished(ticket: torch.Tensor) -> bool:
     """Whether the copy is known to be done; False during a CUDA graph capture, where events can't be queried."""
     copy = _in_flight.get(_number(ticket))
     if copy is None or copy.event is None:

@@ -23,7 +23,7 @@ from cudagraph.placeholder import after_inputs
 from ..graphs.backward_reads import FoundRead, tests_of
 from ..graphs.nodes import op_name, source_line, storage_bytes
 from ..graphs.read_tables import Test
-from ..graphs.saved import Boundary, SavedTensor, SavedValue, shape_of
+from ..graphs.saved import Boundary, SavedTensor, SavedValue, sizes_of
 from ..graphs.value_ranges import value_range
 from ..hook import KEEP, Hook
 from ..library.bitmask import bitmask
@@ -152,7 +152,7 @@ def _new_value(bw: GraphModule, near: SavedValue, node: Node, computed: Node, st
         near.row,
         name=computed.name,
         op=op_name(computed),
-        shape=shape_of(result),
+        shape=sizes_of(result),
         dtype=result.dtype,
         nbytes=storage_bytes(result),
         storage=storage,

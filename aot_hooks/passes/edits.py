@@ -39,12 +39,9 @@ def finished(fw: GraphModule, bw: GraphModule) -> tuple[GraphModule, GraphModule
 
 
 def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Insert a call of `target`, and give it its fake value. The first of `args` is the node of one or more tensors."""
+    """Insert a call of `target`, and give it its fake value."""
     node = graph.call_function(target, args, kwargs)
-    values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
-    first: Any = next(v for v in torch_values.pytree.tree_leaves(values[0]) if isinstance(v, torch.Tensor))
-    with torch_values.tracing_on_fakes(first.fake_mode):
-        node.meta["val"] = target(*values, **kwargs)
+    run_on_fakes(node)
     return node
 
 

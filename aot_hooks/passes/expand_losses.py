@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from ..graphs.nodes import target_name
 from ..graphs.rows import shape_of
-from .edits import run_on_fakes
+from .edits import call
 
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _FORWARDS = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")  # with words in dimension 1
@@ -51,13 +51,6 @@ def _is_exact_mean(node: Node) -> bool:
     """Whether the sum over the count rounds as the mean does, and the count is known."""
     value = node.args[0].meta["val"]  # type: ignore[union-attr]
     return len(value.shape) > 1 and isinstance(value.numel(), int) and value.dtype in (torch.float32, torch.float64)
-
-
-def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Insert a call of `target`, with its fake value."""
-    node = graph.call_function(target, args, kwargs)
-    run_on_fakes(node)
-    return node
 
 
 def _replace(graph: Graph, node: Node, by: Node) -> None:

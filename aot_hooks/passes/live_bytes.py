@@ -142,7 +142,7 @@ def _bytes(node: Node) -> int:
     return storage_bytes(value)
 
 
-def join(graphs: Sequence[Sequence[LivePoint]], *, apart: bool = False) -> tuple[LivePoint, ...]:
+def joined_points(graphs: Sequence[Sequence[LivePoint]], *, apart: bool = False) -> tuple[LivePoint, ...]:
     """One step of several graphs: their forwards in order, then their backwards in reverse order.
 
     The bytes that the other graphs have alive at that time are added to those of each graph. With `apart` the points

@@ -37,10 +37,10 @@ from ..hook import KEEP, Hook
 from ..library.bitmask import bitmask, bits_instead
 from ..library.lossless import compare_hook
 from ..offloading.hook import unrounded
-from ..settings.setting import POLICY_KEEPS, Setting, out_of_scope, why_kept, why_packed
+from ..settings.setting import POLICY_KEEPS, Setting, out_of_scope, reason_to_keep, reason_to_pack
 from ..steps.schedule import Transfer
 from ..torch_private.values import expression, hint, same_size
-from .live_bytes import LivePoint, join
+from .live_bytes import LivePoint, joined_points
 
 # operators that make or read the state of a random generator; registered late, so by name (2.11 to 2.15)
 _RANDOM_STATE = frozenset(
@@ -180,8 +180,8 @@ def joined(plans: Sequence[Plan]) -> Plan:
     return Plan(
         tuple(decisions),
         tuple(replace(t, graph=i) for i, p in enumerate(plans) for t in p.transfers),
-        live_before=join([p.live_before for p in plans], apart=bool(in_step)),
-        live_after=join([p.live_after for p in plans], apart=bool(in_step)),
+        live_before=joined_points([p.live_before for p in plans], apart=bool(in_step)),
+        live_after=joined_points([p.live_after for p in plans], apart=bool(in_step)),
         before_ms=sum(p.before_ms for p in plans),
         after_ms=sum(p.after_ms for p in plans),
         own_peak_bytes=max((at + p.own_peak_bytes for at, p in zip(held, plans, strict=True)), default=0),
@@ -392,7 +392,7 @@ def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str, bo
         return KEEP, out, False
     hook = setting.choose(value.row)
     if hook is KEEP:
-        return KEEP, why_kept(setting.rule, value.row) or POLICY_KEEPS, False
+        return KEEP, reason_to_keep(setting.rule, value.row) or POLICY_KEEPS, False
     # rounding needs a number of the dtype for each outcome of a decision's tests
     unanswered = (f.read.why() for f in value.reads if f.tests and compare_hook(f.tests, value.row.dtype) is KEEP)
     if declined := hook.why_not(value.row) or (next(unanswered, None) if hook.lossy else None):
@@ -406,7 +406,7 @@ def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str, bo
             f"it for saved {value.row.describe()}, where only traced hooks can go; put the context around the "
             "compiled call"
         )
-    why = why_packed(setting.rule, value.row) or f"scope '{setting.scope}'"
+    why = reason_to_pack(setting.rule, value.row) or f"scope '{setting.scope}'"
     decisions = [found.read for found in value.reads if found.read.kind == "decision"]
     if decisions and hook.is_own and not hook.lossy:  # a user's own hook, which may round all the same
         why += f"; the backward decides by what unpack gives: {decisions[0]}"

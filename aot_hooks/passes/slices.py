@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from ..graphs.nodes import target_name
 from ..graphs.rows import shape_of
-from .edits import run_on_fakes
+from .edits import call
 
 
 def slice_for_split(gm: GraphModule) -> None:
@@ -33,10 +33,7 @@ def slice_for_split(gm: GraphModule) -> None:
         for user in list(node.users):
             i: Any = user.args[1]
             with gm.graph.inserting_before(user):
-                made = gm.graph.call_function(
-                    torch.ops.aten.slice.Tensor, (source, dim, ends[i - 1] if i else 0, ends[i])
-                )
-            run_on_fakes(made)
+                made = call(gm.graph, torch.ops.aten.slice.Tensor, source, dim, ends[i - 1] if i else 0, ends[i])
             made.meta |= {k: v for k, v in user.meta.items() if k not in made.meta}
             user.replace_all_uses_with(made)
             gm.graph.erase_node(user)

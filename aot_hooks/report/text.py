@@ -2,7 +2,7 @@
 
       Plan --fold--> Rows --format_report--> text      decisions that differ in the layer's number only are one row
         |
-        +--as_data--> dict of numbers and strings      one entry for each tensor, for programs
+        +--report_as_data--> dict of numbers and strings      one entry for each tensor, for programs
 
 Each printed column adds up to its total in the header: rounding errors are spread over the rows.
 """
@@ -347,7 +347,7 @@ def _cut(line: str) -> str:
     return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
 
 
-def as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
+def report_as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
     """The plan in numbers, strings, lists and dicts, for `json.dump`. Keys are stable; new ones may be added."""
     plan = plan if isinstance(plan, Plan) else joined(plan)
     points = {"before": plan.live_before, "after": plan.live_after}

@@ -83,11 +83,11 @@ class _Named(NamedTuple):
 
     name: str
     version: int
-    part: Part | None  # None: all of the memory
+    part: MemoryPart | None  # None: all of the memory
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """The positions of a tensor's elements in its memory."""
 
     dtype: torch.dtype
@@ -96,10 +96,10 @@ class Part:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> Part:
+    def of(cls, x: torch.Tensor) -> MemoryPart:
         return cls(x.dtype, int(x.storage_offset()), tuple(x.shape), x.stride())
 
-    def __contains__(self, other: Part) -> bool:
+    def __contains__(self, other: MemoryPart) -> bool:
         """Whether `other`, in the same memory, lies in this part: its first, last, and outermost elements."""
         if self.dtype != other.dtype or 0 in other.shape:
             return self == other
@@ -125,7 +125,7 @@ class NamesOf(NamedTuple):
 
     names: list[_Named]  # of all tensors in the memory
     version: int
-    part: Part
+    part: MemoryPart
 
     def now(self) -> tuple[str, ...]:
         found = [n.name for n in self.names if n.version == self.version and (n.part is None or self.part in n.part)]
@@ -137,7 +137,7 @@ _names: Memo[list[_Named]] = Memo()  # all names in the memory, by the tensor th
 
 def names_of(x: torch.Tensor) -> NamesOf:
     """The names of an eager tensor, including those of its base."""
-    return NamesOf(_names_in_memory(x), x._version, Part.of(x))
+    return NamesOf(_names_in_memory(x), x._version, MemoryPart.of(x))
 
 
 @dynamo.outermost_runs_in_python
@@ -151,6 +151,6 @@ def _names_in_memory(x: torch.Tensor) -> list[_Named]:
 def _store(x: torch.Tensor, name: str) -> None:
     if x.layout is torch.strided and not x.is_inference():  # others are never packed
         is_whole = x._base is None or x.numel() == x._base.numel()
-        named = _Named(name, x._version, None if is_whole else Part.of(x))
+        named = _Named(name, x._version, None if is_whole else MemoryPart.of(x))
         if named not in (names := _names_in_memory(x)):
             names.append(named)

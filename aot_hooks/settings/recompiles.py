@@ -26,7 +26,7 @@ _WARNS_AT = 4
 _records: Memo[dict[str, list[Record]]] = Memo()  # by the compiled function: text of a setting -> records of its graphs
 
 
-def note(compiled: Any, setting: Setting, record: Record) -> None:
+def note_compilation(compiled: Any, setting: Setting, record: Record) -> None:
     """Note that a graph of `compiled`, made by `torch.compile`, depends on `record`; warn if these keep changing.
 
     `compiled` is None for a backend that was called by hand.

@@ -105,7 +105,7 @@ class SettingsOfGraph:
         return setting is not None and setting.rule is not KEEP and setting.scope != "all"
 
 
-def why_kept(rule: Hook | Policy, saved: SavedTensor) -> str:
+def reason_to_keep(rule: Hook | Policy, saved: SavedTensor) -> str:
     """The reason that `rule` itself gives for leaving `saved` as it is; "" if it gives none."""
     if isinstance(rule, Hook):
         return rule.why_not(saved) or ""
@@ -114,7 +114,7 @@ def why_kept(rule: Hook | Policy, saved: SavedTensor) -> str:
     return "" if reason == POLICY_KEEPS else reason
 
 
-def why_packed(rule: Hook | Policy, saved: SavedTensor) -> str:
+def reason_to_pack(rule: Hook | Policy, saved: SavedTensor) -> str:
     """The reason that `rule` gives for the hook it chose for `saved`; a plain function's name, "" for a hook."""
     if isinstance(rule, Hook):
         return ""

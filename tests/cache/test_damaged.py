@@ -136,9 +136,9 @@ def test_graphs_without_hooks_are_checked_too(tmp_path: Path) -> None:
 
 
 def test_a_damaged_note_of_a_miss_is_left_out(tmp_path: Path) -> None:
-    notes.write(notes.Note("key", "hook", "no entry of this key", (("constant", "1.75"),)))
-    notes.write(notes.Note("other", "hook", "no entry of this key", (("constant", "2.75"),)))
-    assert [note.key for note in notes.read(str(tmp_path))] == ["key", "other"]
+    notes.add(notes.Note("key", "hook", "no entry of this key", (("constant", "1.75"),)))
+    notes.add(notes.Note("other", "hook", "no entry of this key", (("constant", "2.75"),)))
+    assert [note.key for note in notes.all_notes(str(tmp_path))] == ["key", "other"]
     (first, _) = files(tmp_path, "aot_hooks_keys/*")
     first.write_text(first.read_text().replace("1.75", "3.75"))
-    assert [note.key for note in notes.read(str(tmp_path))] == ["other"]
+    assert [note.key for note in notes.all_notes(str(tmp_path))] == ["other"]

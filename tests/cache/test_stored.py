@@ -15,7 +15,7 @@ from torch import nn
 
 import aot_hooks
 from aot_hooks import policies
-from aot_hooks.cache.entry import Checks, ForAnother, Refused, Unusable, pack_up, unpack
+from aot_hooks.cache.entry import Checks, EntryRefused, ForAnother, Unusable, pack_up, unpack
 from aot_hooks.cache.key import Key
 from aot_hooks.identity.frozen import described
 from aot_hooks.settings.setting import Setting
@@ -143,10 +143,10 @@ def test_damage_is_refused_and_nothing_else_is_raised() -> None:
     ]:
         try:
             unpack(broken, Checks(key), lambda: places(plans))
-        except Refused:
+        except EntryRefused:
             refused += 1
     assert refused == len(cuts) + len(flipped) + 5
-    with pytest.raises(Refused, match="nodes that this graph does not have"):
+    with pytest.raises(EntryRefused, match="nodes that this graph does not have"):
         unpack(data, Checks(key), lambda: [])
     assert unpack(data, Checks(key), lambda: places(plans))
 
@@ -161,7 +161,7 @@ def test_a_policy_that_depends_on_something_outside_is_refused() -> None:
     data = pack_up(plans, Checks(key), lambda: places(plans))
     assert unpack(data, Checks(key), lambda: places(plans))
     nbytes[0] = 4000
-    with pytest.raises(Refused, match="the policy chooses otherwise"):
+    with pytest.raises(EntryRefused, match="the policy chooses otherwise"):
         unpack(data, Checks(key), lambda: places(plans))
 
 
@@ -179,7 +179,7 @@ def test_a_hook_that_depends_on_something_outside_is_refused() -> None:
         data = pack_up(plans, Checks(key), lambda: places(plans))
         assert unpack(data, Checks(key), lambda: places(plans))
         torch.set_float32_matmul_precision("high")
-        with pytest.raises(Refused, match="hook 'by precision' traces to another program on 'mul"):
+        with pytest.raises(EntryRefused, match="hook 'by precision' traces to another program on 'mul"):
             unpack(data, Checks(key), lambda: places(plans))
     finally:
         torch.set_float32_matmul_precision(before)
@@ -203,7 +203,7 @@ def test_a_hook_that_left_a_tensor_alone_is_asked_again() -> None:
         data = pack_up(plans, Checks(key), lambda plans=plans: places(plans))
         unpack(data, Checks(key), lambda plans=plans: places(plans))
         said["no"] = False
-        with pytest.raises(Refused, match="traces to another program"):
+        with pytest.raises(EntryRefused, match="traces to another program"):
             unpack(data, Checks(key), lambda plans=plans: places(plans))
 
 

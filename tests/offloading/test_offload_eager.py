@@ -50,7 +50,7 @@ def test_eager_fetches_ahead_in_the_order_of_the_backward() -> None:
 
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that are never reported as done, as on a slow device."""
-    monkeypatch.setattr(transfers, "finished", lambda ticket: False)
+    monkeypatch.setattr(transfers, "is_finished", lambda ticket: False)
 
 
 @pytest.mark.parametrize("in_flight_bytes", [1 << 20, 0], ids=["in flight", "released"])

@@ -91,9 +91,9 @@ def test_a_copy_does_not_block_the_host_nor_the_compute_stream() -> None:
     roundtrip(x)  # pins
     torch.cuda.synchronize()
     ticket = transfers.send(x, None)
-    assert not transfers.finished(ticket)
+    assert not transfers.is_finished(ticket)
     torch.cuda.current_stream().synchronize()  # the compute stream is done, the copy goes on
-    assert not transfers.finished(ticket)
+    assert not transfers.is_finished(ticket)
     host = transfers.claim(ticket)
     torch.cuda.synchronize()
     assert torch.equal(host, x.cpu())

@@ -10,7 +10,7 @@ from profiled import measured
 from torch import nn
 
 import aot_hooks
-from aot_hooks.passes.live_bytes import LivePoint, join
+from aot_hooks.passes.live_bytes import LivePoint, joined_points
 
 TOLERANCE = 0.1  # of the larger one: what operators allocate inside themselves is not predicted
 
@@ -105,7 +105,7 @@ def test_graphs_are_joined_into_one_step() -> None:
     def graph(held: int, grads: int) -> list[LivePoint]:
         return [LivePoint("forward", "f", held, "", ""), LivePoint("backward", "b", held + grads, "", "")]
 
-    points = join([graph(10, 1), graph(100, 2)])
+    points = joined_points([graph(10, 1), graph(100, 2)])
     assert [(p.phase, p.live_bytes) for p in points] == [
         ("forward", 10),
         ("forward", 110),

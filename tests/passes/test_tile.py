@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import aot_hooks
 from aot_hooks import errors
 from aot_hooks.passes.tile import Tiled
-from aot_hooks.report.text import as_data as report_as_data
+from aot_hooks.report.text import report_as_data
 
 ATEN = {"inner": "aten"}
 WIDTH, WIDE = 16, 56

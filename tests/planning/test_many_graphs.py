@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import aot_hooks
 from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
 from aot_hooks.planning import many
-from aot_hooks.report.text import as_data
+from aot_hooks.report.text import report_as_data
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
@@ -497,5 +497,5 @@ def test_a_report_of_several_graphs_has_the_peaks_of_the_step(x):
         text = aot_hooks.format_report(given)
         assert f": {stock / 2**20:.2f} -> {peak / 2**20:.2f} MiB" in text
         assert "other tensors are alive" not in text
-    totals = as_data(plans)["totals"]
+    totals = report_as_data(plans)["totals"]
     assert (totals["predicted_peak_before_bytes"], totals["predicted_peak_after_bytes"]) == (stock, peak)

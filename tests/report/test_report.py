@@ -17,7 +17,7 @@ import aot_hooks
 from aot_hooks import KEEP, Decision, Hook, Plan, SavedTensor, format_report, print_report
 from aot_hooks.passes.live_bytes import LivePoint
 from aot_hooks.report.plot import MissingExtraError, plot_report
-from aot_hooks.report.text import as_data, fold
+from aot_hooks.report.text import fold, report_as_data
 
 ROW = re.compile(r"^ *(\d+\.\d\d) +(\d+\.\d\d) +(\d+)  ")
 
@@ -247,7 +247,7 @@ def test_names_given_by_the_program_are_shown() -> None:
     plan = Plan((decision("layers.0", checkpoint_names=("qkv", "heads")), decision("layers.1")))
     named, plain = format_report(plan).splitlines()[4::2]
     assert "gelu float32[256, 1024]  named 'qkv', 'heads'  layers.0 " in named and "named" not in plain
-    assert [row["checkpoint_names"] for row in as_data(plan)["rows"]] == [["qkv", "heads"], []]
+    assert [row["checkpoint_names"] for row in report_as_data(plan)["rows"]] == [["qkv", "heads"], []]
 
 
 def test_reasons_that_name_a_tensor_fold_and_those_that_name_a_hook_do_not() -> None:
@@ -274,7 +274,7 @@ def test_largest_rows_come_first() -> None:
 
 def test_data_is_json_and_adds_up() -> None:
     plan = aot_hooks.plan(blocks(), torch.randn(37, 24), policy=aot_hooks.float8())
-    data = json.loads(json.dumps(as_data(plan)))
+    data = json.loads(json.dumps(report_as_data(plan)))
     assert data["version"] == 1
     assert data["totals"]["saved_bytes"] == sum(r["saved_bytes"] for r in data["rows"]) == plan.saved_bytes
     assert data["totals"]["packed_bytes"] == sum(r["packed_bytes"] for r in data["rows"]) == plan.packed_bytes

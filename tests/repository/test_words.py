@@ -37,7 +37,6 @@ VAGUE_NAMES = {
     "aot_hooks/planning/versions.py: held_bytes",
     "aot_hooks/planning/within.py",
     "aot_hooks/planning/within.py: partition_within",
-    "aot_hooks/settings/setting.py: why_kept",  # the method of users' policies
     "aot_hooks/steps/moments.py",
     "aot_hooks/steps/moments.py: moments_of",
     "cudagraph/options.py: LEAST",
@@ -49,8 +48,7 @@ EACH_HAS = {"forget", "reset", "log"}
 # Names with a meaning in each of two rooms. A name goes from here when one of them gets another; none is added.
 SHARED_NAMES: dict[str, set[str]] = {
     "aot_hooks": {
-        *("Call", "Limits", "Part", "Point", "Program", "Read", "Refused", "Step", "as_data", "call", "finished"),
-        *("join", "note", "read", "shape_of", "shown", "step_of", "this_thread", "write"),
+        *("Call", "Limits", "Point", "Program", "Read", "Step", "shown", "step_of"),
     },
     "cudagraph": {"counts", "reason_against", "stats", "storages_of"},
 }

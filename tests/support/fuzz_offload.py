@@ -178,13 +178,13 @@ def case(seed: int, across: bool = False) -> Case:
 @contextlib.contextmanager
 def late(at_wait: bool = True) -> Any:
     """Copies as late as they may be."""
-    before = transfers.finished
+    before = transfers.is_finished
     late_copies.at_wait = at_wait
-    transfers.finished = lambda ticket: False  # type: ignore[assignment]
+    transfers.is_finished = lambda ticket: False  # type: ignore[assignment]
     try:
         yield
     finally:
-        late_copies.at_wait, transfers.finished = False, before  # type: ignore[assignment]
+        late_copies.at_wait, transfers.is_finished = False, before  # type: ignore[assignment]
 
 
 def gradients(fn: Any, inputs: list[Values], hook: Any, order: list[int], scope: str, thread: bool) -> list[Values]:
