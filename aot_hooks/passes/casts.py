@@ -44,6 +44,7 @@ from ..hook import Hook
 from ..torch_private.values import same_size
 from .answers import in_plans_only
 from .plan import Plan, with_rows
+from .repeats import slots_of, stop_saving
 
 RECAST = Hook("cast again", in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that the backward casts again from an input. Never run."""
@@ -169,38 +170,15 @@ def _readers(node: Node) -> list[Node]:
 
 def _save_sources(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, copies: Collection[_Copy]) -> None:
     """Let the sources of `copies` cross, each once, and make the copies before their first readers."""
-    output = fw.graph.output_node()
-    results = list(results_of(fw.graph))
-    descs = list(output.meta.get("desc") or [])
-    pairs = crossing_pairs(fw, bw, num_fwd_outputs)
-    slot_of: dict[Node, Node] = {n: slot for n, slot in pairs if isinstance(n, Node) and n.op == "placeholder"}
-    replaced = {copy.node: copy for copy in copies}
-    saved: list[Any] = []
-    for i, node in enumerate(results[num_fwd_outputs:], num_fwd_outputs):
-        if node in replaced:
-            source = replaced[node].source
-            if source in slot_of:
-                continue
-            slot = replaced[node].slot
-            with bw.graph.inserting_before(slot):
-                slot_of[source] = bw.graph.placeholder(f"{slot.name}_source")
-            slot_of[source].meta = slot.meta | {k: v for k, v in source.meta.items() if k in ("val", "tensor_meta")}
-            node = source
-        saved.append((node, descs[i] if descs else None))
-    output.args = ([*results[:num_fwd_outputs], *(node for node, _ in saved)],)
-    if descs:
-        output.meta["desc"] = [*descs[:num_fwd_outputs], *(desc for _, desc in saved)]
+    sources = dict.fromkeys(copy.source for copy in copies)
+    slots = slots_of(fw, bw, num_fwd_outputs, sources)
+    made = {source: slots[source] for source in sources}
     position = {node: i for i, node in enumerate(bw.graph.nodes)}
     first = {copy: min(copy.slot.users, key=position.__getitem__) for copy in copies}
-    made: dict[Node, Node] = dict(slot_of)
     for copy in sorted(copies, key=lambda copy: position[first[copy]]):
         with bw.graph.inserting_before(first[copy]):
             for node in copy.chain:
                 if node not in made:
                     made[node] = bw.graph.node_copy(node, made.__getitem__)
         copy.slot.replace_all_uses_with(made[copy.node])
-        bw.graph.erase_node(copy.slot)
-    for copy in copies:  # views that were made to be saved
-        for node in reversed(copy.chain):
-            if not node.users:
-                fw.graph.erase_node(node)
+    stop_saving(fw, bw, num_fwd_outputs, [(copy.node, copy.slot) for copy in copies])

@@ -145,7 +145,15 @@ def _is_same_size(value: Any, other: Any) -> bool:
 def save_instead(
     fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, values: Iterable[Node], same: Mapping[Node, Node]
 ) -> None:
-    """Save the forward's twins of `values`, nodes of `bw`, and have the backward read those.
+    """Save the forward's twins of `values`, nodes of `bw`, and have the backward read those."""
+    values = list(values)
+    slots = slots_of(fw, bw, num_fwd_outputs, [same[value] for value in values])
+    for value in values:
+        value.replace_all_uses_with(slots[same[value]])
+
+
+def slots_of(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, nodes: Iterable[Node]) -> dict[Node, Node]:
+    """The inputs of `bw` by what `fw` saves, which `nodes` of `fw` are from now on.
 
     New saved tensors come first: torch wants those that it does not check for writes at the end.
     """
@@ -153,16 +161,15 @@ def save_instead(
     slots = {node: slot for node, slot in pairs if isinstance(node, Node)}
     after_sizes = bw.graph.find_nodes(op="placeholder")[sum(is_size(node) for node, _ in pairs)]
     saved: list[Node] = []
-    for value in values:
-        twin = same[value]
-        if twin not in slots:
+    for node in nodes:
+        if node not in slots:
             with bw.graph.inserting_before(after_sizes):
-                slots[twin] = bw.graph.placeholder(clean_name(twin.name))
-            slots[twin].target, slots[twin].meta = slots[twin].name, {"val": twin.meta["val"]}
-            saved.append(twin)
-        value.replace_all_uses_with(slots[twin])
+                slots[node] = bw.graph.placeholder(clean_name(node.name))
+            slots[node].target, slots[node].meta = slots[node].name, {"val": node.meta["val"]}
+            saved.append(node)
     outputs = results_of(fw.graph)
     _set_outputs(fw, [*outputs[:num_fwd_outputs], *saved, *outputs[num_fwd_outputs:]], num_fwd_outputs)
+    return slots
 
 
 def _set_outputs(fw: GraphModule, nodes: list[Any], num_fwd_outputs: int) -> None:
