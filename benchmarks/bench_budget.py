@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from bench_memory import Bench
 from measure import (
+    ANYWHERE,
     GIB,
     MIB,
     ROOT,
@@ -41,6 +42,8 @@ from measure import (
     format_columns,
     measure_bytes,
     number,
+    parser_of,
+    release,
     write,
 )
 from ways import WAYS, Way, patched
@@ -137,9 +140,7 @@ def serve(connection: Any, options: argparse.Namespace, kind: str, name: str, po
             except Exception as error:
                 answer = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
             bench.clear()
-            gc.collect()
-            if bench.device.type == "cuda":
-                torch.cuda.empty_cache()  # for the other rows
+            release(bench.device)
             connection.send(answer)
 
 
@@ -359,7 +360,7 @@ def draw(rows: list[dict[str, Any]], where: str, path: pathlib.Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Budgets and peers: predicted and measured peak and time.")
+    parser = parser_of(__doc__, small=ANYWHERE)
     parser.add_argument("--allow", default=",".join(ALLOWED))
     parser.add_argument("--max-error", type=float, default=0.05)
     parser.add_argument("--count", type=int, default=12, help="budgets between the lowest peak and that without hooks")
@@ -373,9 +374,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=8, help="rows that compile at the same time")
     parser.add_argument("--profile", action="store_true", help="also record the kernels of a step (CUDA)")
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU, inner aten: shows that it runs, no more")
     parser.add_argument("--device", default=default_device())
-    parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--plot", type=pathlib.Path, help="only draw docs/images/frontier.png from this result")
     options = parser.parse_args(arguments)
     if options.plot:

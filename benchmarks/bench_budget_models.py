@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import pathlib
 import statistics
 import sys
 import time
@@ -32,6 +31,7 @@ from typing import Any
 import torch
 import transformers
 from measure import (
+    ANYWHERE,
     GIB,
     MIB,
     Served,
@@ -41,9 +41,10 @@ from measure import (
     format_columns,
     measure_bytes,
     number,
+    parser_of,
     print_rows,
     relative_error,
-    synchronize,
+    step_ms,
     write,
 )
 from torch import Tensor, nn
@@ -197,16 +198,13 @@ def _means(plan: aot_hooks.Plan) -> dict[str, int]:
 
 def _step_ms(model: nn.Module, function: Any, x: Tensor) -> float:
     """The median of some runs of steps that are queued without a pause, so that the host can be ahead of the device."""
-    found = []
-    for _ in range(6):
-        synchronize(x.device)
-        began = time.perf_counter()
+
+    def steps() -> None:
         for _ in range(QUEUED):
             model.zero_grad(set_to_none=True)
             function(x).backward()
-        synchronize(x.device)
-        found.append((time.perf_counter() - began) / QUEUED * 1e3)
-    return statistics.median(found[1:])
+
+    return statistics.median([step_ms(steps, x.device) / QUEUED for _ in range(6)][1:])
 
 
 def serve(connection: Any, name: str, options: argparse.Namespace) -> None:
@@ -262,12 +260,10 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Budgets half way, for models of transformers.")
+    parser = parser_of(__doc__, small=ANYWHERE)
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated")
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU, inner aten")
     parser.add_argument("--casts", action="store_true", help="generated code rounds as eager mode does")
     parser.add_argument("--device", default=default_device())
-    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args(arguments)
     rows, failures = measure(options)
     if options.json is not None:

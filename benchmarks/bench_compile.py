@@ -36,7 +36,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import conditions, default_device, own_process, relative_error, write
+from measure import conditions, default_device, own_process, parser_of, relative_error, write
 from model import eager_step, first_step, stack_and_input
 from torch import nn
 
@@ -205,7 +205,7 @@ def time_planning(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default=default_device())
     for name, size in zip(SIZES, (4, 4096, 8192, 2), strict=True):
         parser.add_argument(f"--{name}", type=int, default=size)
@@ -215,7 +215,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--key", action="store_true", help="measure the key, on a CPU")
     parser.add_argument("--plan", action="store_true", help="measure planning, on a CPU")
     parser.add_argument("--parameters", type=int, default=2000, help="of the model with --key")
-    parser.add_argument("--json", type=pathlib.Path, help="write the result there as well")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)  # one start, in this process
     parser.add_argument("--gradient", type=pathlib.Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

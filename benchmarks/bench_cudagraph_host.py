@@ -32,17 +32,15 @@ All variants are compiled, then measured in turn, `--rounds` times over; the med
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
 import json
-import pathlib
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import conditions, host_seconds, write
+from measure import conditions, host_seconds, parser_of, write
 from torch import nn
 
 from cudagraph import Options
@@ -306,10 +304,9 @@ def printed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--calls", type=int, default=300, help="calls a round")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=pathlib.Path, help="write the result there")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     result = {

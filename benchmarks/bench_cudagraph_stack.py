@@ -27,7 +27,19 @@ from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
-from measure import GIB, conditions, error_of, first_line, format_columns, number, own_process, synchronize, write
+from measure import (
+    GIB,
+    conditions,
+    error_of,
+    first_line,
+    format_columns,
+    number,
+    own_process,
+    parser_of,
+    step_ms,
+    synchronize,
+    write,
+)
 from model import Stack
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -95,13 +107,7 @@ def measured(row: Row, module: nn.Module, step: Step, options: argparse.Namespac
     synchronize(device)
     row.first_s = time.perf_counter() - started
     recorded = cudagraph.stats()
-    times = []
-    for _ in range(options.steps):
-        synchronize(device)
-        begun = time.perf_counter()
-        step()
-        synchronize(device)
-        times.append((time.perf_counter() - begun) * 1e3)
+    times = [step_ms(step, device) for _ in range(options.steps)]
     row.step_ms, row.min_ms = statistics.median(times), min(times)
     stats = cudagraph.stats()
     row.recordings, row.partitions = stats["recordings"], stats["partitions"]
@@ -223,16 +229,14 @@ def format_rows(rows: list[Row]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, small="sizes for a CPU")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--inner", default="inductor", choices=["inductor", "aten"])
     parser.add_argument("--variants", help=f"of {','.join(VARIANTS)}; gradients are compared with the first's")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=6)
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--losses", default="eager,compiled")
     parser.add_argument("--optimizer", choices=["none", "adamw"], default="none")
-    parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--stack-row", metavar="VARIANT", help=argparse.SUPPRESS)  # what a process of its own is for
     parser.add_argument("--loss-compiled", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--gradients", type=pathlib.Path, help=argparse.SUPPRESS)

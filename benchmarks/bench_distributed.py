@@ -21,13 +21,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import itertools
 import json
 import logging
 import math
 import os
-import pathlib
 import statistics
 import time
 import traceback
@@ -36,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from llama import LlamaByBlocks, make_llama
-from measure import GIB, conditions, first_line, measure_bytes, synchronize, write
+from measure import GIB, conditions, first_line, free, measure_bytes, parser_of, step_ms, synchronize, write
 from model import Stack, stack_and_input
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -214,11 +212,7 @@ def measured(
     times = []
     for _ in range(said.steps if row != "save_on_cpu" else 3):
         dist.barrier()
-        synchronize(device)
-        began = time.perf_counter()
-        backward(varied())
-        synchronize(device)
-        times.append(1e3 * (time.perf_counter() - began))
+        times.append(step_ms(lambda: backward(varied()), device))
     after, captures = aot_hooks.offload_stats(), cudagraph.stats()
     slowest = torch.tensor(times, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -247,7 +241,7 @@ def measured(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--parallel", choices=("fsdp", "ddp", "tp", "fsdp_tp", "pipeline"), default="fsdp")
     parser.add_argument("--rows", default=",".join(ROWS), help=", ".join(ROWS))
     parser.add_argument("--layers", type=int, default=16)
@@ -257,7 +251,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--varied", action="store_true", help="each step has another length; ms is the mean")
     parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
-    parser.add_argument("--json", type=pathlib.Path, help="written after each row")
     parser.add_argument("--verbose", action="store_true", help="log which plans of a step are tried")
     said = parser.parse_args()
     rank, cuda = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
@@ -294,12 +287,7 @@ def main() -> None:
             result["rows"].append(found)
             print(json.dumps(found), flush=True)
             write(said.json, result)
-        torch._dynamo.reset()
-        gc.collect()
-        aot_hooks.reset()
-        cudagraph.reset()
-        if cuda:
-            torch.cuda.empty_cache()
+        free(device)
     dist.destroy_process_group()
 
 

@@ -18,7 +18,6 @@ goes. That this is no other thing than what users get is checked: some hooks are
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -32,7 +31,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from measure import conditions, format_columns, relative_error, write
+from measure import conditions, format_columns, parser_of, relative_error, write
 from model import Stack
 from torch import Tensor, nn
 from ways import lossy_hooks
@@ -285,14 +284,13 @@ def format_markdown(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--data", nargs="+", choices=DATA, default=DATA)
     parser.add_argument("--hooks", nargs="+", help="names as in the table; default: all")
     parser.add_argument("--training-steps", type=int, default=40, help="before the gradient on text is taken")
-    parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--markdown", type=pathlib.Path, help="only print what this file holds as a table")
     options = parser.parse_args(arguments)
     if options.markdown:

@@ -15,13 +15,11 @@ long as a kernel of 50 us, does not count. It stands beside it as "host us", of 
 
 from __future__ import annotations
 
-import argparse
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from measure import conditions, format_columns, host_seconds, write
+from measure import conditions, format_columns, host_seconds, parser_of, write
 
 import aot_hooks
 from aot_hooks import float8, int4, int8
@@ -109,11 +107,10 @@ def format_table(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--columns", type=int, nargs="+", default=[4096, 14336])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", type=pathlib.Path, help="write the result there as well")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "needs a CUDA device\n")

@@ -13,23 +13,22 @@ All ways run in one process, one after the other. Distances are those of the wei
 
 from __future__ import annotations
 
-import argparse
 import json
-import pathlib
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from measure import (
+    ANYWHERE,
     GIB,
     conditions,
     default_device,
     format_columns,
     measure_bytes,
+    parser_of,
     relative_error,
-    synchronize,
+    step_ms,
     write,
 )
 from torch import Tensor
@@ -57,17 +56,11 @@ def measured(way: str, inner: str, inputs: tuple[Tensor, Tensor, Tensor], rounds
     """A row. Leaves the gradients of one step in the inputs."""
     function, (hidden, weight, _) = function_of(way, inner), inputs
 
-    def step() -> float:
+    def step() -> None:
         hidden.grad = weight.grad = None
-        synchronize(hidden.device)
-        began = time.perf_counter()
         function(*inputs).backward()
-        synchronize(hidden.device)
-        return 1e3 * (time.perf_counter() - began)
 
-    for _ in range(3):
-        step()
-    times = [step() for _ in range(rounds)]
+    times = [step_ms(step, hidden.device) for _ in range(3 + rounds)][3:]
     hidden.grad = weight.grad = None
     found, loss = measure_bytes(lambda: function(*inputs), lambda loss: loss.backward(), hidden.device)
     assert hidden.grad is not None and weight.grad is not None
@@ -77,7 +70,7 @@ def measured(way: str, inner: str, inputs: tuple[Tensor, Tensor, Tensor], rounds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, small=ANYWHERE)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=128256)
@@ -85,8 +78,6 @@ def main() -> None:
     parser.add_argument("--device", default=default_device())
     parser.add_argument("--inner", default="inductor", choices=("inductor", "aten"))
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=pathlib.Path)
     said = parser.parse_args()
     if said.small:
         said.tokens, said.width, said.vocabulary, said.inner, said.device = 2048, 64, 4096, "aten", "cpu"
@@ -105,20 +96,10 @@ def main() -> None:
         row["distance"] = relative_error(weight.grad, first)
         result["rows"].append(row)
         write(said.json, result)
-    shown = [["way", "ms", "fastest", "GiB over results", "distance", "loss"]]
-    for row in result["rows"]:
-        gib = f"{row['peak_over_results_bytes'] / GIB:.3f}"
-        shown.append(
-            [
-                row["way"],
-                f"{row['ms']:.1f}",
-                f"{row['ms_least']:.1f}",
-                gib,
-                f"{row['distance']:.1e}",
-                f"{row['loss']:.4f}",
-            ]
-        )
-    print(format_columns(shown))
+    head = ["way", "ms", "fastest", "GiB over results", "distance", "loss"]
+    cells = "{way}|{ms:.1f}|{ms_least:.1f}|{gib:.3f}|{distance:.1e}|{loss:.4f}"
+    shown = [cells.format(**row, gib=row["peak_over_results_bytes"] / GIB).split("|") for row in result["rows"]]
+    print(format_columns([head, *shown]))
     print(json.dumps(result))
 
 

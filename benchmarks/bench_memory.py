@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from measure import (
+    ANYWHERE,
     GIB,
     MIB,
     conditions,
@@ -44,6 +45,7 @@ from measure import (
     format_columns,
     measure_bytes,
     number,
+    parser_of,
     relative_error,
     synchronize,
     write,
@@ -240,16 +242,14 @@ def format_rows(rows: list[Row]) -> str:
 
 def parse_arguments(arguments: list[str] | None, names: str = ",".join(WAYS)) -> argparse.Namespace:
     """The options of bench_memory.py and bench_offload.py; `names` are the rows unless others are asked for."""
-    parser = argparse.ArgumentParser(description="Memory and time of aot_hooks beside torch's own ways.")
+    parser = parser_of(__doc__, small=ANYWHERE)
     parser.add_argument("--variants", default=names, help=f"of: {', '.join(WAYS)}")
     parser.add_argument("--layers", type=int, help="default 4, small 1")
     parser.add_argument("--tokens", type=int, help="default 8192, small 64")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, help="default 12, small 2")
-    parser.add_argument("--small", action="store_true", help="sizes for a CPU, inner aten: shows that it runs, no more")
     parser.add_argument("--inner", choices=("inductor", "aten"), help="what compiles the graphs; small: aten")
     parser.add_argument("--device", default=default_device())
-    parser.add_argument("--json", type=pathlib.Path, help="write header and rows there")
     parser.add_argument("--profile", metavar="VARIANT", help=f"print the {PROFILED_KERNELS} longest kernels of a step")
     parser.add_argument("--dump-code", nargs=2, metavar=("VARIANT", "DIR"), help="write what Inductor generates for it")
     parser.add_argument("--timeline", default="", metavar="VARIANTS", help="bench_offload.py: list copies and pauses")

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import pathlib
 import statistics
 import sys
 import time
@@ -30,7 +29,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import MIB, conditions, error_of, format_columns, gradients, measure_bytes, number, synchronize, write
+from measure import (
+    MIB,
+    conditions,
+    error_of,
+    format_columns,
+    gradients,
+    measure_bytes,
+    number,
+    parser_of,
+    step_ms,
+    write,
+)
 from torch import Tensor
 from zoo import MODELS, Model, Work
 
@@ -103,11 +113,7 @@ class Steps:
         return loss
 
     def timed(self) -> None:
-        synchronize(self.device)
-        started = time.perf_counter()
-        self.forward().backward()
-        synchronize(self.device)
-        self.step_ms.append((time.perf_counter() - started) * 1e3)
+        self.step_ms.append(step_ms(lambda: self.forward().backward(), self.device))
         self.work.module.zero_grad(set_to_none=True)
 
 
@@ -199,13 +205,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}")
         return chosen
 
-    parser = argparse.ArgumentParser(description="Bytes, gradients and time of models with packed saved tensors.")
+    parser = parser_of(__doc__)
     parser.add_argument("--models", type=names, default=list(MODELS), help=f"of {','.join(MODELS)}; default: all")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", choices=("small", "large"), default="small", help="large wants a CUDA device")
     parser.add_argument("--inner", choices=("aten", "inductor"), help="default: inductor on CUDA, aten elsewhere")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each row")
-    parser.add_argument("--json", type=pathlib.Path, help="write the result there as well")
     return parser.parse_args(arguments)
 
 

@@ -11,16 +11,14 @@ Each layer normalizes the scores of the chosen experts, and the loss has the loa
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-import pathlib
 import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import ROOT, conditions
+from measure import ROOT, conditions, parser_of
 from torch import Tensor, nn
 
 import aot_hooks
@@ -171,9 +169,8 @@ def _shares(loads: list[Tensor]) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
     result = run(arguments.steps)
     header = conditions(torch.device("cpu"), steps=arguments.steps, batch=BATCH, tokens=TOKENS, experts=EXPERTS)

@@ -13,12 +13,9 @@ is allocated before the step: parameters and gradients. `peaks_gib` are those of
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import functools
-import gc
-import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -26,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import GIB, conditions, first_line, format_columns, measure_bytes, synchronize, write
+from measure import GIB, conditions, first_line, format_columns, free, measure_bytes, parser_of, synchronize, write
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -220,13 +217,11 @@ def measured(row: str, first: Model, x: Tensor, routings: int, inner: str, peaks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__, small="sizes for a CPU")
     parser.add_argument("--rows", default=",".join(ROWS), help=", ".join(ROWS))
     parser.add_argument("--routings", type=int, default=50, help="others whose peaks are measured under a budget")
     parser.add_argument("--layers", type=int, default=Sizes.layers)
     parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=pathlib.Path, help="written after each row")
     said = parser.parse_args()
     sizes = SMALL if said.small else dataclasses.replace(Sizes(), layers=said.layers)
     device = torch.device("cpu" if said.small else "cuda")
@@ -255,12 +250,7 @@ def main() -> None:
             result["rows"].append({"routing": routing, **found})
             write(said.json, result)
             print(result["rows"][-1], flush=True)
-            torch._dynamo.reset()
-            gc.collect()
-            aot_hooks.reset()
-            cudagraph.reset()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            free(device)
     columns = ("routing", "row", "ms", "ratio", "saved_gib", "peak_gib")
     shown = [[str(row.get(name, ""))[:24] for name in columns] for row in result["rows"]]
     print(format_columns([list(columns), *shown]))

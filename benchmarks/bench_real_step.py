@@ -22,9 +22,7 @@ of all steps show that ways agree.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import gc
 import json
 import pathlib
 import random
@@ -36,6 +34,7 @@ from typing import Any
 import torch
 from llama import make_llama
 from measure import (
+    ANYWHERE,
     GIB,
     Served,
     conditions,
@@ -43,7 +42,9 @@ from measure import (
     first_line,
     format_columns,
     measure_bytes,
-    synchronize,
+    parser_of,
+    release,
+    step_ms,
     write,
 )
 
@@ -115,21 +116,14 @@ class Step:
 
     def __call__(self) -> float:
         """One step; returns its ms."""
-        synchronize(self.device)
-        began = time.perf_counter()
+        return step_ms(self._step, self.device)
+
+    def _step(self) -> None:
         loss = self.loss(self.ids)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        synchronize(self.device)
         self.losses.append(float(loss.detach()))
-        return 1e3 * (time.perf_counter() - began)
-
-    def clear(self) -> None:
-        """Leaves the device's memory to the other processes."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def serve(connection: Connection, way: str, budget_bytes: int, setting: Setting) -> None:
@@ -142,7 +136,7 @@ def serve(connection: Connection, way: str, budget_bytes: int, setting: Setting)
         first_s = time.perf_counter() - began
         for _ in range(WARM_UP - 2):
             step()
-        step.clear()
+        release(step.device)
         measured, _ = measure_bytes(lambda: step.loss(step.ids), lambda loss: loss.backward(), step.device)
         step.optimizer.zero_grad(set_to_none=True)
         row = {
@@ -156,12 +150,12 @@ def serve(connection: Connection, way: str, budget_bytes: int, setting: Setting)
             plan = aot_hooks.last_plans(step.loss)[-1]
             row |= {"budget_bytes": budget_bytes, "predicted_peak_bytes": plan.peak_bytes}
             row |= {"predicted_ratio": plan.step_ratio, "chunked": repr(plan.chunked)[:500]}
-        step.clear()
+        release(step.device)
         connection.send(row)
         while connection.recv() == "step":
             step()  # what was freed for the others is allocated again
             ms = step()
-            step.clear()
+            release(step.device)
             connection.send((ms, step.losses))
     except Exception as error:
         connection.send(first_line(error))
@@ -251,7 +245,7 @@ def show(result: dict[str, Any], tokens: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, small=ANYWHERE)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -262,8 +256,6 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join((*WAYS, *BUDGETS)))
     parser.add_argument("--jobs", type=int, default=3, help="processes that compile, and hold a model, at a time")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     ways = options.ways.split(",")
     if wrong := {way for way in ways if not way.startswith(BUDGET)} - set(WAYS):

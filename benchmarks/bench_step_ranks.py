@@ -30,7 +30,6 @@ import argparse
 import contextlib
 import copy
 import faulthandler
-import gc
 import json
 import math
 import os
@@ -46,7 +45,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic
 
 import torch
 import torch.distributed as dist
-from measure import conditions, synchronize, write
+from measure import conditions, free, parser_of, synchronize, write
 from model import Stack
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -55,7 +54,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-import aot_hooks
 import cudagraph
 
 PARALLELS = ("fsdp", "ddp")
@@ -388,15 +386,6 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def free(device: torch.device) -> None:
-    torch._dynamo.reset()
-    cudagraph.reset()
-    aot_hooks.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def simulate() -> None:
     """Have the tests' simulator stand in for CUDA."""
     sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
@@ -407,7 +396,7 @@ def simulate() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, small="tiny sizes on a CPU, to see that it runs")
     parser.add_argument("--rows", default=",".join(ROWS), help="some of these, or their beginnings, such as ddp.")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
@@ -417,8 +406,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps of a check")
     parser.add_argument("--schedules", default="lr,weight_decay,momentum,betas", help="of a check: what changes")
     parser.add_argument("--limit-s", type=float, default=75.0, help="that a row may take")
-    parser.add_argument("--small", action="store_true", help="tiny sizes on a CPU, to see that it runs")
-    parser.add_argument("--json", type=pathlib.Path, help="written after each row")
     said = parser.parse_args()
     chosen = [row for row in ROWS if row.startswith(tuple(said.rows.split(",")))]
     rank = int(os.environ["LOCAL_RANK"])

@@ -8,15 +8,11 @@ ms is the fastest of six steps. Bytes are over what is allocated before the step
 
 from __future__ import annotations
 
-import argparse
-import gc
-import pathlib
 import statistics
-import time
 from typing import Any
 
 import torch
-from measure import GIB, conditions, first_line, measure_bytes, synchronize, write
+from measure import ANYWHERE, GIB, conditions, first_line, free, measure_bytes, parser_of, step_ms, write
 from model import stack_and_input
 from torch import Tensor
 
@@ -47,14 +43,7 @@ def measured(way: str, sizes: dict[str, int], inner: str, device: torch.device, 
     def loss() -> Tensor:
         return run(x).float().pow(2).mean()
 
-    times = []
-    for n in range(WARM_UP + STEPS):
-        synchronize(device)
-        began = time.perf_counter()
-        loss().backward()
-        synchronize(device)
-        if n >= WARM_UP:
-            times.append(1e3 * (time.perf_counter() - began))
+    times = [step_ms(lambda: loss().backward(), device) for _ in range(WARM_UP + STEPS)][WARM_UP:]
     leaves = [*stack.parameters(), x]
     for leaf in leaves:
         leaf.grad = None
@@ -72,12 +61,10 @@ def measured(way: str, sizes: dict[str, int], inner: str, device: torch.device, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__, small=ANYWHERE)
     parser.add_argument("--ways", default=",".join(WAYS), help=", ".join(WAYS))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=pathlib.Path, help="written after each row")
     said = parser.parse_args()
     sizes = {"layers": said.layers, "width": 4096, "tokens": said.tokens, "batch": 1}
     if said.small:
@@ -93,10 +80,7 @@ def main() -> None:
         print(found, flush=True)
         result["rows"].append(found)
         write(said.json, result)
-        torch._dynamo.reset()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free(device)
 
 
 if __name__ == "__main__":

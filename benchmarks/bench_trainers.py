@@ -24,11 +24,8 @@ that row. --json is written after each row.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import gc
 import importlib.util
-import pathlib
 import statistics
 import sys
 import tempfile
@@ -38,7 +35,19 @@ from typing import Any
 
 import torch
 import transformers
-from measure import GIB, ROOT, conditions, default_device, first_line, format_columns, print_rows, synchronize, write
+from measure import (
+    GIB,
+    ROOT,
+    conditions,
+    default_device,
+    first_line,
+    format_columns,
+    parser_of,
+    print_rows,
+    release,
+    synchronize,
+    write,
+)
 from torch import Tensor
 
 sys.path.append(str(ROOT / "examples"))
@@ -233,9 +242,8 @@ def measure(
 ) -> dict[str, Any]:
     device = torch.device(default_device())
     torch.compiler.reset()
-    gc.collect()
+    release(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     watch, policy = Watch(device, warmup, profiled), make_policy(name, budget_bytes)
     with tempfile.TemporaryDirectory() as out:
@@ -296,9 +304,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Hooks in the Trainers of transformers and TRL.")
+    parser = parser_of(__doc__, small="a small model, which runs anywhere")
     parser.add_argument("--rows", help=f"comma-separated, of {', '.join(ROWS)}; default: all that run here")
-    parser.add_argument("--small", action="store_true", help="a small model, which runs anywhere")
     parser.add_argument("--steps", type=int, help="default: 20, 6 with --small")
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed")
     parser.add_argument("--layers", type=int, help="default: 16 layers, 1B parameters")
@@ -307,7 +314,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--profile", action="store_true", help="record the kernels of the last step, which is not timed then (CUDA)"
     )
-    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args(arguments)
     device = torch.device(default_device())
     names = options.rows.split(",") if options.rows else [n for n in ROWS if device.type == "cuda" or n not in ON_CUDA]

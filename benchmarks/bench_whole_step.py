@@ -22,7 +22,6 @@ most, compiled blocks, eager loss and fused AdamW, each variant in a process of 
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
 import statistics
@@ -32,7 +31,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import conditions, own_process, synchronize, write
+from measure import conditions, own_process, parser_of, synchronize, write
 from torch import nn
 from torch.nn import functional as F
 
@@ -282,14 +281,12 @@ def bench_memory(size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, small="tiny sizes on a CPU, to see that it runs")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--calls", type=int, default=100, help="calls a round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="tiny sizes on a CPU, to see that it runs")
     parser.add_argument("--reserved", choices=("without", "with"), help="print what this variant reserves, for itself")
-    parser.add_argument("--json", type=pathlib.Path, help="write the rows there, in place of those of the same name")
     options = parser.parse_args()
     device = torch.device("cpu") if options.small else torch.device("cuda", torch.cuda.current_device())
     if options.reserved:

@@ -1,6 +1,7 @@
 """The harness: what all benchmarks share, and `python benchmarks/measure.py`, which runs all of them on a CUDA machine.
 
     conditions(device, ...)         device, torch, triton, commit, date              -> the header of every result
+    parser_of(doc), step_ms(step, device), free(device)       arguments, time, and what a row leaves behind
     measure_bytes(fw, bw, device)   bytes alive after the forward, the peaks
                                     from the allocator's counters, on a CPU from torch.profiler
     own_process(script, ...)        a part of a benchmark in a process of its own    -> the lines that it printed
@@ -23,6 +24,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import gc
 import importlib.metadata
 import json
 import multiprocessing
@@ -39,6 +41,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import aot_hooks
+import cudagraph
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -124,6 +129,18 @@ def number(value: float | None, spec: str, unit: float = 1) -> str:
     return "" if value is None else f"{value / unit:{spec}}"
 
 
+def parser_of(doc: str | None, *, small: str = "") -> argparse.ArgumentParser:
+    """A parser of a benchmark with this docstring: --json, and --small with the help `small` if there is one."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write conditions and rows there")
+    if small:
+        parser.add_argument("--small", action="store_true", help=small)
+    return parser
+
+
+ANYWHERE = "sizes for a CPU, inner aten: shows that it runs, no more"
+
+
 # --------------------------------------------------------------------------------------------------- bytes, and errors
 
 
@@ -139,6 +156,30 @@ class StepBytes:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def step_ms(step: Callable[[], Any], device: torch.device) -> float:
+    """The time of one step, from an idle device to an idle device."""
+    synchronize(device)
+    began = time.perf_counter()
+    step()
+    synchronize(device)
+    return 1e3 * (time.perf_counter() - began)
+
+
+def free(device: torch.device) -> None:
+    """Drops what was compiled and captured, and gives the device's memory back: the next row begins like the first."""
+    torch._dynamo.reset()
+    aot_hooks.reset()
+    cudagraph.reset()
+    release(device)
+
+
+def release(device: torch.device) -> None:
+    """Gives memory that nobody uses back to the device, for other processes."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def host_seconds(call: Callable[[], Any], repeats: int = 10) -> float:
