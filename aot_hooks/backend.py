@@ -250,7 +250,7 @@ class _Versions:
     def compile_to(
         self, hooks: SettingsOfGraph, gm: GraphModule, setting: Setting | None, plans: list[Plan]
     ) -> _Compiled:
-        """The version for `setting`, which a budget has made of the one in `hooks`."""
+        """Compile `gm` once more, with `setting` in place of that in `hooks`. A budget has made it of that one."""
         return self.compile(gm, dataclasses.replace(hooks, setting=setting), plans)
 
     def compile(

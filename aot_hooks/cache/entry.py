@@ -144,7 +144,7 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
             raise ForAnother(f"the policy chooses otherwise for {saved.describe()} than when the entry was made")
         try:
             traces_to = check.programs(hook, saved, row.decision.layout, row.chosen_by)
-        except Unusable as e:  # what made the entry could be checked
+        except Unusable as e:  # this entry only: the process that made it could trace its hooks
             raise EntryRefused(str(e)) from e
         if row.traces_to != traces_to:
             raise ForAnother(

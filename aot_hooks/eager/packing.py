@@ -125,7 +125,7 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     unused.saves_of_thread.saved_count += 1
     find_from(x)
     held = _held_for(setting, x)
-    # last: another operator may have saved the same tensor. It may get a name after this, and other readers
+    # `x` itself waits: the program may still give it a name, and other operators may read it
     pack_pending(besides=held.value if isinstance(held, Saved) else held)
     return held
 
@@ -144,6 +144,7 @@ def _held_for(setting: Setting, x: torch.Tensor) -> EagerValue | Saved:
     which = hook.name, id(hook.pack), id(hook.unpack)  # a user's functions may have a comparison of their own
     key = (torch_values.storage_key(x), *layout, x._version, which if again is None else again.key)
     value = _local.seen.get(key)
+    # what is packed serves only the operator that saved it: a write through `x.data` since then has left no trace
     if value is None or (value.packed is not None and value.operator != autograd.next_sequence_number()):
         value = _local.seen[key] = EagerValue(x, hook, row, again)
         _schedule(value, x, may_be_output=outermost is not None and (setting.scope or SCOPE) == "donated")
@@ -274,6 +275,7 @@ def _outermost_frame() -> FrameType | None:
 
 
 def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> tuple[Hook, EagerRow | None]:
+    """The hook for `x`, and the row that a policy chose by; no row where nothing asks for one."""
     if x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter):
         return KEEP, None
     if _out_of_scope(setting.scope or SCOPE, x, outermost):
@@ -288,6 +290,7 @@ def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> t
 
 
 def _out_of_scope(scope: str, x: torch.Tensor, outermost: FrameType | None) -> bool:
+    """Whether `scope` excludes `x`, saved while the module or compiled function of the frame `outermost` runs."""
     root = x if x._base is None else x._base
     if scope == "donated":
         if _local.saved_by_compiled is not None:
@@ -362,6 +365,7 @@ def _at(value: EagerValue, hook: Hook, part: str) -> str:
 
 
 def _pack(value: EagerValue) -> None:
+    """Pack the tensor of `value` and drop it, or leave it as it is; the state says which."""
     tensor = value.tensor
     assert tensor is not None
     _choose_again(value)
@@ -383,6 +387,7 @@ def _pack(value: EagerValue) -> None:
 
 
 def _packed(value: EagerValue, tensor: torch.Tensor, hook: Hook) -> _Packed:
+    """What `hook` makes of `tensor`. Raises if it writes to it, or returns what no pack may return."""
     compact = tensor
     for d in expanded_dimensions(tensor):
         compact = compact.narrow(d, 0, 1)
@@ -396,6 +401,7 @@ def _packed(value: EagerValue, tensor: torch.Tensor, hook: Hook) -> _Packed:
 
 
 def _unpack(value: EagerValue, packed: _Packed | None) -> torch.Tensor:
+    """The tensor that `packed` gives back, in the strides that were packed. Raises if the hook breaks its contract."""
     assert packed is not None
     hook = packed.hook
     if value.state is State.MUTATED:

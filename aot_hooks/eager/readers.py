@@ -162,12 +162,17 @@ _known: dict[Any, dict[str, Reading]] = {}
 
 
 def _readings(node: Any, held: Mapping[str, Any], runs: bool) -> dict[str, Reading]:
+    """How the backward of `node` reads each tensor that it has saved, by the names of `held`.
+
+    Found once for each kind of node by tracing its backward on fake tensors. A node that `runs` can't be traced, so
+    its reads are unknown unless another of its kind was traced before.
+    """
     unknown = dict.fromkeys(held, _unknown(node))
     if autograd.is_python_node(node):
         return unknown
     kind = _kind(node, held)
     if kind not in _known:
-        if runs:  # a node holds a lock while it runs
+        if runs:  # it holds a lock, and a second run of it would wait for that
             return unknown
         try:
             found = _trace(node, held)
@@ -209,6 +214,7 @@ def _trace(node: Any, held: Mapping[str, Any]) -> dict[str, Reading]:
     if operator_behind(node.name()) in _ONE_RESULT:
         results = [results[0], *(None for _ in results[1:])]
 
+    # the backward of `node`, in which each of our unpack hooks returns one of `tensors`
     def run(tensors: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> list[torch.Tensor]:
         _local.fakes = {number: tensors[i] for number, i in numbers.items()}
         try:

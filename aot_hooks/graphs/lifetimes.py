@@ -415,9 +415,12 @@ def is_packed_alone(mask: Node) -> bool:
 def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
     """The storages that unfused operators make or read, and None if one makes a tuple. A fusing compiler writes them.
 
-    Constants are computed where they are read, except for an unfused operator. A reduction or a lookup computes its
-    inputs in its own kernel, so it alone does not cause a write. Inductor writes a value that has several readers and
-    reads more than `_MOST_READ` storages. It does not write random numbers if only a mask is made from them.
+    - Constants are computed where they are read, except for an unfused operator.
+    - A reduction or a lookup computes its inputs in its own kernel, so it alone does not cause a write.
+    - A value is written that has several readers and is computed from more than `_MOST_READ` storages.
+    - Random numbers are not, if only a mask is made from them (`random_masks`).
+    - A product that waits for a sum far behind it (`late_products`) is not; its inputs are, and the sum is.
+
     `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
     """
     late = late_products(nodes)

@@ -408,6 +408,7 @@ def _sum(node: Node, known: Mapping[Node, Rows]) -> Step | None:
 
 
 def _reduce(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+    """A reduction of each token by itself; None if it reduces tokens. Its dimensions count as of merged tokens."""
     source: Any = node.args[0]
     rows, dims = known.get(source), reduced_dims(node)
     if rows is None or dims is None or set(rows.dims()) & set(dims):

@@ -163,11 +163,14 @@ class Probe:
 
     def changed(self, token: Token, others: Iterable[Token]) -> list[str]:
         """The names of values that the trace of `token` read and that differ in one of `others`."""
-        mine, *before = [
-            self.read[number][0] | dict(zip(self.read[number][1], tensors, strict=False)) | dict(defaults)
-            for probe, number, *tensors, defaults in (token, *others)
-            if probe is self
-        ]
+
+        def texts(number: int, *digests: Any) -> dict[str, Any]:
+            """The values that a trace read: plain ones, then tensors by their digests, then default arguments."""
+            plain, names = self.read[number]
+            *tensors, defaults = digests
+            return plain | dict(zip(names, tensors, strict=False)) | dict(defaults)
+
+        mine, *before = [texts(*rest) for probe, *rest in (token, *others) if probe is self]
         return [name for name, text in mine.items() if any(other.get(name, text) != text for other in before)]
 
 
@@ -181,6 +184,7 @@ def _begin(_: Any) -> None:
 
 
 def _end(context: Any) -> None:
+    """Dynamo calls it when the probe is traced to its end: raises for what no guard covers, and for side effects."""
     _local.scope = dynamo_guards.global_scope(context)
     for name, value in dynamo_guards.classes(context):
         if type(value).__module__.partition(".")[0] not in _KNOWN_METACLASSES:

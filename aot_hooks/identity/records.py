@@ -164,7 +164,10 @@ class Recording:
         return _ChosenHook(None, description.text, tuple(tokens))
 
     def _examples(self, hook: Any, inner: Any) -> dict[Example, str]:
-        """The examples of `inner`, a hook in `hook`; by code if a policy has made the hook anew."""
+        """The examples on which `inner`, a hook in `hook`, was traced so far, each with where it was saved.
+
+        A policy may make its hook anew in each call. Then the examples are those of hooks with the same code.
+        """
         codes = {_codes(each) for each in (inner, hook) if hasattr(each, "pack")}  # a policy has no functions
         same = [seen for other, seen in self.examples.values() if other is hook or other is inner]
         same = same or [seen for other, seen in self.examples.values() if _codes(other) in codes]

@@ -20,6 +20,7 @@ READ_EACH_TIME = 1 << 14
 
 
 def tensor_digest(x: torch.Tensor) -> str:
+    """A text that differs if the content of `x` does. Large tensors are read again only after a write to them."""
     if is_traced_value(x):
         return f"traced tensor:{id(x)}"
     if not is_plain(x):

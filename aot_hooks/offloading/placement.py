@@ -95,8 +95,10 @@ class _GraphSteps:
         """The step that makes `packed` if its packing waits to be part of the kernel that reads its source last.
 
         Example: silu(a) * b, where a product makes b after silu(a): one kernel reads a and b, and can pack both. A
-        copy of a that starts before that product would need a kernel of its own for the packing. `made` itself if that
-        kernel is no shorter a wait than `copy_ms`, if the packing has kernels of its own, or if nothing is computed.
+        copy of a that starts before that product would need a kernel of its own for the packing.
+
+        `made` if the copy, of `copy_ms`, would be done by the time that the last reader runs; if the packing is not
+        fused with its source's readers; or if it computes nothing.
         """
         packing = [n for n in nearest_first([packed], _sources_in_hook) if FROM_HOOK in n.meta]
         computed = [n for n in packing if isinstance(n.meta.get("val"), torch.Tensor) and not is_view(n)]
@@ -293,7 +295,7 @@ def _cross_together(
 
 def _own_memory(fw: GraphModule) -> Callable[[Node], bool]:
     """A function that tells whether a node of the forward shares memory with no input and with no other output."""
-    outputs = [n for n in results_of(fw.graph) if isinstance(n, Node)]  # what is saved and returned is there twice
+    outputs = [n for n in results_of(fw.graph) if isinstance(n, Node)]  # twice, if it is saved and the user's as well
     tensors = (n.args[1] if n.target is offload_wait else n for n in outputs)
     inputs, count = input_storages(fw.graph), Counter(m for n in tensors if isinstance(n, Node) for m in _memories(n))
     return lambda node: all(memory not in inputs and count[memory] == 1 for memory in _memories(node))
@@ -333,6 +335,7 @@ def _remove_copies_in_backward(bw: GraphModule) -> None:
 
 
 def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: Mapping[Node, Leaf]) -> list[_Crossing]:
+    """For each of `leaves`, the nodes of its copies out and back, and the value that is copied."""
     slot_of = dict(crossing_pairs(fw, bw, num_fwd_outputs))
     found = []
     for wait, leaf in leaves.items():
@@ -365,6 +368,7 @@ def _sources_in_hook(node: Node) -> list[Node]:
 
 
 def _item(crossing: _Crossing, kind: int, forward: _GraphSteps, backward: _GraphSteps, copy_ms: float) -> Item:
+    """The copies as the schedule takes them: bytes, the step that makes the value, and the one that reads it first."""
     nbytes = tensor_bytes(crossing.value.meta["val"])
     made = max(forward.index.get(n, -1) for n in nearest_first([crossing.value], _sources_of_view))
     if forward.fused:

@@ -71,10 +71,11 @@ def _copied(
 
 
 def _uncopied(choice: Choice, taken: Collection[Any], others: Mapping[Any, Choice]) -> Choice:
-    """`choice`, saved as the smallest tensor that it is a copy of; as it is if none is smaller, or in less memory.
+    """`choice`, with the smallest tensor that its value was copied from saved in place of the value.
 
-    If one of `others` is saved as that tensor, it comes back from that one. A storage crosses once: the backward may
-    write over each tensor that it gets.
+    Unchanged if no such tensor has fewer elements and takes fewer bytes. A storage crosses only once, because the
+    backward may write over each tensor that it gets. So if one of `others` saves that tensor, the value is made from
+    that one; if another view of the same storage is saved there, `choice` is unchanged.
     """
     node, best = choice.value.fw_node, None
     smallest = _numel(node)

@@ -6,13 +6,13 @@ Graphs go to the log "aot_hooks" (`TORCH_LOGS="+aot_hooks"`) and to torch's stru
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from cudagraph.placeholder import nearest_first
+from cudagraph.placeholder import nearest_first, results_of
 
 from ..graphs.nodes import NO_VERSION_CHECK, storage_of
 from ..graphs.saved import SavedValue
@@ -22,6 +22,8 @@ log = logging.getLogger("aot_hooks")
 
 
 def show(title: str, gm: GraphModule) -> None:
+    """Writes `gm` as text to the log, at level DEBUG, and to torch's structured trace, if one of them is on."""
+
     def text() -> str:
         return str(gm.print_readable(print_output=False))
 
@@ -43,6 +45,22 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     node = graph.call_function(target, args, kwargs)
     run_on_fakes(node)
     return node
+
+
+def set_saved(
+    fw: GraphModule, num_fwd_outputs: int, saved: Iterable[Any], like: Mapping[Any, Any] | None = None
+) -> None:
+    """Have `fw` save `saved` in place of what it saves. A value keeps AOTAutograd's description of it.
+
+    `like`: values that are new, each with one that was saved, whose description it gets.
+    """
+    old, output, saved = results_of(fw.graph), fw.graph.output_node(), list(saved)
+    descriptions = output.meta.get("desc")
+    output.args = ((*old[:num_fwd_outputs], *saved),)
+    if descriptions is not None and len(descriptions) == len(old):
+        known = dict(zip(old[num_fwd_outputs:], descriptions[num_fwd_outputs:], strict=True))
+        own = [known.get(node, known.get((like or {}).get(node))) for node in saved]
+        output.meta["desc"] = [*descriptions[:num_fwd_outputs], *own]
 
 
 def run_on_fakes(node: Node, mode: Any = None) -> None:

@@ -181,7 +181,10 @@ def _made_again(
     undone: Mapping[Node, _Undone],
     reader: Node,
 ) -> Node:
-    """Copy `chain` of the forward to the place before `reader`, whose hook the copies are read by; returns the last."""
+    """Copies `chain`, nodes of the forward, to before `reader` in the backward; returns the last copy.
+
+    The copies get the region of `reader`, so that the hook of that region packs what they read.
+    """
     copies: dict[Node, Node] = dict(sources)
     with bw.graph.inserting_before(reader):
         for node in chain:

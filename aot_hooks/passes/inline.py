@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from cudagraph.placeholder import after_inputs, results_of
+from cudagraph.placeholder import after_inputs
 
 from ..graphs.layout import fake_in, in_layout, in_memory_order, laid_out, layout_of
 from ..graphs.nodes import PACKED, has_tag, storage_of
@@ -29,7 +29,7 @@ from ..graphs.probabilities import is_division_by_sum, summed_dimension
 from ..graphs.saved import Boundary, SavedValue
 from ..torch_private import values as torch_values
 from ..torch_private.inductor_fusion import FROM_HOOK, mark_alone
-from .edits import call, clean_name, insert_backward_input, last_use, with_inputs
+from .edits import call, clean_name, insert_backward_input, last_use, set_saved, with_inputs
 from .plan import has_symbols, same_view
 from .units import Packing, Unit, leaf_bytes_of
 
@@ -299,16 +299,13 @@ def _in_shape_of(bw: GraphModule, out: Node, like: torch.Tensor, view: torch.Ten
 
 
 def _set_outputs(fw: GraphModule, boundary: Boundary, crossing: dict[Node, _Pairs], numbers: _Pairs) -> None:
-    output = fw.graph.output_node()
-    old = results_of(fw.graph)
-    descs = output.meta.get("desc") or []
-    by_node: dict[Any, Any] = dict(zip(old, descs, strict=True)) if len(descs) == len(old) else {}
+    """Have the forward save what hooks have packed: `crossing`, by the backward's inputs that were saved before."""
     saved: list[Any] = []
+    like: dict[Any, Any] = {}
     for value in boundary.tensors:
-        saved += [node for node, _ in crossing.get(value.bw_node, [(value.fw_node, value.bw_node)])]
-        for node, _ in crossing.get(value.bw_node, []):
-            by_node.setdefault(node, by_node.get(value.fw_node))
+        packed = [node for node, _ in crossing.get(value.bw_node, ())]
+        saved += packed if value.bw_node in crossing else [value.fw_node]
+        for node in packed:
+            like.setdefault(node, value.fw_node)
     saved += [node for node, _ in (*boundary.opaque, *numbers)]
-    output.args = (tuple(boundary.user_outputs + saved),)
-    if by_node:
-        output.meta["desc"] = [*descs[: len(boundary.user_outputs)], *(by_node.get(n) for n in saved)]
+    set_saved(fw, len(boundary.user_outputs), saved, like)

@@ -385,7 +385,10 @@ def _read_beside(value: SavedValue) -> bool:
 
 
 def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str, bool]:
-    """The hook that `setting` has for `value`, why, and whether it is `KEEP` or another because that can't take it."""
+    """The hook for `value` under `setting`, the reason, and whether the hook that `setting` chose has declined.
+
+    A hook that declines gives way to an exact form of itself where there is one, else to `KEEP`.
+    """
     if setting is None:
         return KEEP, "no hook covers it", False
     if out := out_of_scope(value.row, setting.scope):

@@ -28,7 +28,7 @@ from ..graphs.nodes import source_line, storage_bytes, storage_of
 from ..graphs.repeats import draw_counts, draws, results, twins
 from ..graphs.saved import crossing_pairs, is_size
 from ..torch_private import values as torch_values
-from .edits import clean_name
+from .edits import clean_name, set_saved
 
 
 def save_what_was_drawn(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, counts: Counter[Any]) -> None:
@@ -167,20 +167,8 @@ def slots_of(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, nodes: Iter
                 slots[node] = bw.graph.placeholder(clean_name(node.name))
             slots[node].target, slots[node].meta = slots[node].name, {"val": node.meta["val"]}
             saved.append(node)
-    outputs = results_of(fw.graph)
-    _set_outputs(fw, [*outputs[:num_fwd_outputs], *saved, *outputs[num_fwd_outputs:]], num_fwd_outputs)
+    set_saved(fw, num_fwd_outputs, [*saved, *results_of(fw.graph)[num_fwd_outputs:]])
     return slots
-
-
-def _set_outputs(fw: GraphModule, nodes: list[Any], num_fwd_outputs: int) -> None:
-    """Make `nodes` the outputs, with torch's descriptions of those that were there."""
-    old, output = results_of(fw.graph), fw.graph.output_node()
-    descriptions = output.meta.get("desc")
-    output.args = (tuple(nodes),)
-    if descriptions is not None and len(descriptions) == len(old):
-        saved = dict(zip(old[num_fwd_outputs:], descriptions[num_fwd_outputs:], strict=True))
-        own = [saved.get(n) for n in nodes[num_fwd_outputs:]]
-        output.meta["desc"] = [*descriptions[:num_fwd_outputs], *own]
 
 
 def erase_unused(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, ends: Collection[Node]) -> None:
@@ -198,9 +186,7 @@ def stop_saving(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, unused: 
     for _, slot in unused:
         bw.graph.erase_node(slot)
     gone = {node for node, _ in unused}
-    outputs = results_of(fw.graph)
-    kept = [*outputs[:num_fwd_outputs], *(n for n in outputs[num_fwd_outputs:] if n not in gone)]
-    _set_outputs(fw, kept, num_fwd_outputs)
+    set_saved(fw, num_fwd_outputs, [n for n in results_of(fw.graph)[num_fwd_outputs:] if n not in gone])
     _erase(fw, gone)
 
 

@@ -159,7 +159,10 @@ def _place_transfers(
     fused: bool,
     at_run_time: bool,
 ) -> tuple[tuple[Choice, ...], tuple[Unit, ...], tuple[Transfer, ...]]:
-    """Schedule the copies of `offload`. A tensor that stays on the device after all has the reason in its choice."""
+    """Places the copies of `offload` in both graphs. Returns the choices and units as they are then, and the copies.
+
+    `place` may leave a tensor on the device. Then its choice has the reason, and its unit the bytes.
+    """
     if not any(offload_wait in unit.operators for unit in units):
         return tuple(choices), tuple(units), ()
     leaves: dict[Node, Leaf] = {}

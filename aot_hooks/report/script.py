@@ -209,6 +209,7 @@ class _Cuda:
 
 
 def _watch_modules(found: Recorded, options: Mapping[str, Any], cuda: _Cuda) -> list[Any]:
+    """Hooks that plan each outermost module at its first eager call. Returns the handles that remove them."""
     depth = 0
     seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # an id may be reused by another module
 
@@ -254,6 +255,10 @@ def _plan_eager(found: Recorded, module: torch.nn.Module, options: Mapping[str, 
 
 
 def _watch_steps(found: Recorded, steps: int | None, cuda: _Cuda) -> list[Any]:
+    """Hooks around each optimizer step, which ends a step of the script: its peaks, and the graphs that ran in it.
+
+    They raise `_Enough` after `steps` of them. Returns the handles that remove the hooks.
+    """
     counted: dict[CompiledGraph, int] = {}
 
     def before(*_: Any) -> None:

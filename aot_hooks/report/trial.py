@@ -77,7 +77,10 @@ def unwrap_compiled(caller: str, fn: Any) -> tuple[Any, dict[str, Any], bool | N
 
 
 def reachable_values(fn: Any) -> dict[str, Any]:
-    """The globals and closure variables that `fn` names; as "" the module that it is, or the object of a method."""
+    """The globals and closure variables that the code of `fn` names, by name.
+
+    The name "" has `fn` itself if it is a module, and the object if it is a method.
+    """
     function = getattr(fn, "__func__", fn)
     values = {"": fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)}
     if isinstance(function, types.FunctionType):

@@ -248,6 +248,7 @@ class _Pass:
         self.waiting: list[tuple[Callable[[], None], _Token]] = []  # what to call when it has run, with tokens of it
 
     def begins(self, node: int, call: Callable[[], None], token: _Token) -> None:
+        """Node number `node` begins. So the one before it has run, and its calls are made."""
         if node != self.node:
             self()
             self.node = node

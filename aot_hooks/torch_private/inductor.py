@@ -125,6 +125,8 @@ def compile_stock(
 
 
 def _after(without_gradients: Pass, inner: Compile) -> Compile:
+    """`inner`, before which a graph that has no backward goes through the pass `without_gradients`."""
+
     @functools.wraps(inner)
     def inner_compile(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
         return inner(without_gradients(gm) if kwargs.get("is_inference") else gm, *args, **kwargs)

@@ -178,6 +178,7 @@ def choices() -> Any:
                 return kwargs
             at_most = need("torch._inductor.virtualized.V").graph.sizevars.statically_known_leq
             length = features.reduction_numel
+            # the fastest numbers of a row that a program reads at once, of those that the docstring above lists
             block, warps = (1024, 4) if at_most(length, 3072) else (2048, 8) if at_most(length, 6144) else (4096, 16)
             config = {"XBLOCK": 1, "R0_BLOCK": block, "num_warps": warps, "num_stages": 1}
             return {**kwargs, "fixed_config": need("torch._inductor.codegen.triton.FixedTritonConfig")(config)}

@@ -98,6 +98,7 @@ def register_operators() -> None:
 
 
 def _call(op: Any, returns_aligned: bool, keeps_tensors: bool) -> Callable[..., Any]:
+    """The lowering that `lower_to_call` registers: Inductor's own for an unknown operator, and marks on its buffers."""
     call, graph = need("torch._inductor.lowering.fallback_handler")(op), need("torch._inductor.virtualized.V")
 
     def lower(*args: Any) -> Any:
@@ -112,6 +113,7 @@ def _call(op: Any, returns_aligned: bool, keeps_tensors: bool) -> Callable[..., 
 
 
 def _in_place(op: Any, in_place: Any, takes_over: Callable[[Node], bool]) -> Callable[..., Any]:
+    """The lowering that `lower_in_place` registers. Its result is then the buffer of the first argument."""
     fallback = need("torch._inductor.lowering.fallback_handler")
     call, write_over = fallback(op), fallback(in_place, add_to_fallback_set=False)
     graph = need("torch._inductor.virtualized.V")
