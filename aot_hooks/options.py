@@ -41,38 +41,31 @@ class Options:
             meant = did_you_mean(str(unknown[0]), valid)
             raise OptionError(f"unknown option {unknown[0]!r}{meant or ';'} valid options: {', '.join(valid)}")
         parsed = cls(**values)
-        if parsed.inner not in ("inductor", "aten"):
-            raise OptionError(f"options['inner'] must be 'inductor' or 'aten', got {parsed.inner!r}")
-        if parsed.scope not in SCOPES:
-            raise OptionError(f"options['scope'] must be one of {', '.join(map(repr, SCOPES))}, got {parsed.scope!r}")
-        if not isinstance(parsed.cudagraphs, bool | Mapping):
-            raise OptionError(
-                "options['cudagraphs'] must be True or False, or a dict of cudagraph's options, "
-                f"got {parsed.cudagraphs!r}"
-            )
-        if not isinstance(parsed.recompute_pointwise, bool):
-            raise OptionError(
-                f"options['recompute_pointwise'] must be True or False, got {parsed.recompute_pointwise!r}"
-            )
-        if not _is_count(parsed.chunk):
-            raise OptionError(
-                "options['chunk'] must be True, False, or the number of tokens that a chunk has at most, "
-                f"got {parsed.chunk!r}"
-            )
-        if not _is_count(parsed.tile) and parsed.tile != "backward":
-            raise OptionError(
-                "options['tile'] must be True, False, the number of tokens that a tile has at most, or 'backward' for "
-                f"tiles of the backward alone, got {parsed.tile!r}"
-            )
+        is_tile = _is_count(parsed.tile) or parsed.tile == "backward"
+        tile = (
+            "True, False, the number of tokens that a tile has at most, or 'backward' for tiles of the backward alone"
+        )
+        for name, is_right, expected in (
+            ("inner", parsed.inner in ("inductor", "aten"), "'inductor' or 'aten'"),
+            ("scope", parsed.scope in SCOPES, f"one of {', '.join(map(repr, SCOPES))}"),
+            (
+                "cudagraphs",
+                isinstance(parsed.cudagraphs, bool | Mapping),
+                "True or False, or a dict of cudagraph's options",
+            ),
+            ("recompute_pointwise", isinstance(parsed.recompute_pointwise, bool), "True or False"),
+            ("chunk", _is_count(parsed.chunk), "True, False, or the number of tokens that a chunk has at most"),
+            ("tile", is_tile, tile),
+            ("inductor", isinstance(parsed.inductor, Mapping | None), "a dict of Inductor settings"),
+        ):
+            if not is_right:
+                raise OptionError(f"options[{name!r}] must be {expected}, got {getattr(parsed, name)!r}")
         check_limit(parsed.check)
         cudagraphs.capture_options(parsed.inner, parsed.cudagraphs)
         if parsed.policy is not None:
             check_rule(parsed.policy, "options['policy'] must be a policy or a Hook")
-        if parsed.inductor is not None:
-            if not isinstance(parsed.inductor, Mapping):
-                raise OptionError(f"options['inductor'] must be a dict of Inductor settings, got {parsed.inductor!r}")
-            if wrong := [k for k in parsed.inductor if k not in inductor.config_keys()]:
-                raise OptionError(f"options['inductor']: Inductor has no setting {wrong[0]!r}")
+        if wrong := [k for k in parsed.inductor or () if k not in inductor.config_keys()]:
+            raise OptionError(f"options['inductor']: Inductor has no setting {wrong[0]!r}")
         return parsed
 
 
