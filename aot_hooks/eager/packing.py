@@ -332,9 +332,11 @@ def _taken(hook: Hook | None, row: EagerRow) -> Hook:
 
 
 def _taken_by_readers(value: EagerValue) -> tuple[Hook, Hook]:
-    """The hook for `value`, and the hook for outcomes of comparisons beside it, `KEEP` if there are none.
+    """Two hooks for a `value` whose hook rounds, now that its readers are known: for its numbers, and for answers.
 
-    The hook that was chosen for `value` rounds. It is returned only if no operator that reads the value forbids that.
+    - Readers that compare the numbers with constants only get the answers, in bits. If all do, nothing else is stored.
+    - A reader that must have the exact number makes the hook decline, so the numbers stay.
+    - The second hook is `KEEP` where there are no answers beside the numbers.
     """
     assert value.row is not None
     readings = [reading for reading in value.readings() if reading is not None]

@@ -321,9 +321,8 @@ class Kernels:
 
         A kernel takes over the memory of one storage at most, with as many bytes and of the same dtype. It reads that
         storage last, and by no node but the one that writes there. The gradients of outputs are not the graph's own, so
-        nothing takes their memory. Padded rows take over memory of the same strides
-        only. Inductor pads no outputs of the program; here they count as padded too, which is safe. `first` and `last`
-        are those of `lifetimes`.
+        nothing takes their memory. Padded rows take over memory of the same strides only. Inductor pads no outputs of
+        the program; here they count as padded too, which is safe. `first` and `last` are those of `lifetimes`.
         """
         padded: dict[Any, Any] = {}
         if self.pads_rows:

@@ -105,6 +105,7 @@ def tensor_bytes(value: torch.Tensor) -> int:
 
 
 def _storage_in_region(node: Node) -> Any:
+    """The storage of a result of a nested region: that of the operand that it shares memory with, or one of its own."""
     if (out := region_output(node)) is None:
         return node
     call: Any = node.args[0]

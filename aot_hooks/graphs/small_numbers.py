@@ -64,7 +64,10 @@ class Elementwise:
         return common is not None and not any(map(self._is_gate_of_itself, chain[:common]))
 
     def _made_of(self, node: Node) -> dict[Node, None]:
-        """`node`, and the nodes that it is an elementwise function of alone, the nearest first."""
+        """`node`, and each node of which alone it is an elementwise function, the nearest first.
+
+        Of tanh(x + x ** 3): the tanh, the sum, x ** 3 and x.
+        """
         node = self._forward_node_of.get(node, node)
         if node not in self._known:
             found: dict[Node, None] = {}

@@ -131,6 +131,7 @@ def _pack4(
     x_ptr, q_ptr, scale_ptr, seed_ptr, groups, count, length, per_14, per_6, smallest,
     P: tl.constexpr, W: tl.constexpr, K: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    """`integer.pack_int4` of `P` groups of `W` values, in words of `K` codes. See `_places` for the rest."""
     g, there, at, places, mask, at_words, words, word_mask = _places(groups, count, length, P, W, K, EVEN)
     x = tl.load(x_ptr + at + places, mask, other=0.0).to(tl.float32)
     above = tl.maximum(_largest_of(x, 1), 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -171,6 +172,7 @@ def _unpack4(
     q_ptr, scale_ptr, y_ptr, groups, count, length, largest,
     P: tl.constexpr, W: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    """`integer.unpack_int4` of `P` groups. `largest`: of the dtype of the result."""
     g, there, at, places, mask, at_words, words, word_mask = _places(groups, count, length, P, W, K, EVEN)
     word = tl.load(q_ptr + at_words + words, word_mask, other=0).to(tl.int32)
     scale = tl.load(scale_ptr + g, there, other=0).to(tl.int32)

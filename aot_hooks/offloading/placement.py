@@ -254,7 +254,13 @@ def _parts(pairs: _Pairs, place_of: Callable[[tuple[Node, Node]], Node], most_by
 def _cross_together(
     fw: GraphModule, bw: GraphModule, after: Node, pairs: _Pairs, device: torch.device, limit: int, terms: Terms
 ) -> None:
-    """Have the values of `pairs` cross to their placeholders by one operator in each graph, in `fw` behind `after`."""
+    """Have the values of `pairs` cross by one operator in each graph: in `fw` behind `after`, in `bw` at the first use.
+
+      fw   ticket, *carried = offload_together([v0, v1, ...])      bw   [v0', v1', ...] = reload_together(ticket, ...)
+
+    The ticket crosses in place of all values. For one with symbolic sizes a tensor of these sizes, with one number in
+    memory, crosses beside it (`carried`): the backward needs the sizes.
+    """
     values, slots = [value for value, _ in pairs], [slot for _, slot in pairs]
     fakes = [value.meta["val"] for value in values]
     carried = [i for i, fake in enumerate(fakes) if not all(isinstance(n, int) for n in fake.shape)]

@@ -135,7 +135,8 @@ def _points(
 
 
 def _bytes(node: Node) -> int:
-    source = node.all_input_nodes[0] if node.target is reload_start else node  # a ticket stands for what it fetches
+    """Bytes that `node` takes on the device. A copy back takes its memory when it starts, a copy out none."""
+    source = node.all_input_nodes[0] if node.target is reload_start else node
     value = source.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or node.target is offload_wait:
         return 0

@@ -165,7 +165,11 @@ class Plan:
 
 
 def joined(plans: Sequence[Plan]) -> Plan:
-    """Several graphs as one plan; no two graphs share the number of a storage."""
+    """The plans of several graphs, which run one after the other, as one plan.
+
+    Numbers of storages are shifted, so that no two graphs share one. Of plans that are each for a step of many calls,
+    the one whose calls hold most stands for the step.
+    """
     decisions: list[Decision] = []
     offset = 0
     for each in plans:
@@ -176,7 +180,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
     if step is not None:
         most = {name: max(getattr(each, name) for each in in_step) for name in ("elsewhere_bytes", "stock_bytes")}
         step = replace(step, **most)
-    held = [0, *itertools.accumulate(p.packed_bytes for p in plans)][: len(plans)]  # by the graphs before each
+    held = [0, *itertools.accumulate(p.packed_bytes for p in plans)][: len(plans)]  # saved by the graphs before each
     return Plan(
         tuple(decisions),
         tuple(replace(t, graph=i) for i, p in enumerate(plans) for t in p.transfers),

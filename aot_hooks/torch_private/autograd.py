@@ -295,6 +295,7 @@ def _begins(
     on_retained: Callable[[], None],
     *_: Any,
 ) -> None:
+    """The backward of the node begins: `call` comes when it has run. See `at_end_of_backward` for the arguments."""
     if not once.alive:  # it runs again
         return
     if keeps_graph():

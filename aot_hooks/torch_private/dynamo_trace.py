@@ -282,6 +282,8 @@ class Traced:
         build = self.build
 
         def install(source: Any, at: int | None) -> None:
+            """Has Dynamo check `holds` where it checks `source`, of which part number `at` is; None: of none."""
+
             def check(now: Any) -> bool:
                 parts = [value() for value in references]
                 if at is not None:
