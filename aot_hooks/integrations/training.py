@@ -6,7 +6,6 @@ start() --> next_batch(), forward and backward, batch_done() --> metrics() --> t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,21 +35,9 @@ class Training:
     """Hooks that are enabled from `start` to `stop`. Takes the arguments of `enable`, and raises `OptionError` for a
     wrong one."""
 
-    def __init__(
-        self,
-        policy: Any = None,
-        *,
-        scope: str | None = None,
-        options: Mapping[str, Any] | None = None,
-        check: bool | float = False,
-    ) -> None:
-        with_arguments(policy, scope, options, check)  # raises now, not when the training begins
-        self._arguments: dict[str, Any] = {
-            "policy": policy,
-            "scope": scope,
-            "options": dict(options or {}),
-            "check": check,
-        }
+    def __init__(self, policy: Any = None, **arguments: Any) -> None:
+        self._arguments: dict[str, Any] = {"policy": policy, "scope": None, "options": None} | arguments
+        with_arguments(**self._arguments)  # raises now, not when the training begins
         self._enabled: Enabled | None = None
         self._end: Any = None
         self._has_run = self._has_warned = False  # a graph with gradients has run; a batch without any was warned of

@@ -363,27 +363,37 @@ def report_as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
         },
         "rows": [_decision_as_data(d) for d in plan.decisions],
         "transfers": _transfers_as_data(plan.transfers),
-        "chunked": [{"layer": row.layer} | _fields_of(row) for row in plan.chunked],
-        "tiled": [{"part": row.part} | _fields_of(row) for row in plan.tiled],
+        "chunked": [_split_as_data("layer", row) for row in plan.chunked],
+        "tiled": [_split_as_data("part", row) for row in plan.tiled],
         **{f"live_{k}": [vars(p).copy() for p in v] for k, v in points.items()},
     }
 
 
+_FLAT = ("name", "op", "storage", "module_path", "source_line", "is_input", "is_output", "is_static")
+
+
 def _decision_as_data(d: Decision) -> dict[str, Any]:
+    """One entry of the rows: the fields of the saved tensor, and what is done with it."""
     s = d.saved
-    return {
-        "name": s.name, "op": s.op, "shape": [int(n) for n in s.shape],
-        "dtype": str(s.dtype).removeprefix("torch."), "device": str(s.device),
-        "storage": s.storage, "storage_bytes": s.nbytes,
-        "module_path": s.module_path, "source_line": s.source_line,
-        "checkpoint_names": list(s.checkpoint_names), "backward_ops": list(s.backward_ops),
-        "is_input": s.is_input, "is_output": s.is_output, "is_static": s.is_static,
-        "hook": d.hook.name, "reason": d.reason, "saved_bytes": d.saved_bytes, "packed_bytes": d.packed_bytes,
-    }  # fmt: skip
+    return {name: getattr(s, name) for name in _FLAT} | {
+        "shape": [int(n) for n in s.shape],
+        "dtype": str(s.dtype).removeprefix("torch."),
+        "device": str(s.device),
+        "storage_bytes": s.nbytes,
+        "checkpoint_names": list(s.checkpoint_names),
+        "backward_ops": list(s.backward_ops),
+        "hook": d.hook.name,
+        "reason": d.reason,
+        "saved_bytes": d.saved_bytes,
+        "packed_bytes": d.packed_bytes,
+    }
 
 
-def _fields_of(row: Any) -> dict[str, Any]:
-    return {k: v for k, v in asdict(row).items() if k not in ("node", "logits", "wide", "place")}
+def _split_as_data(name: str, row: Any) -> dict[str, Any]:
+    """A row of chunks or tiles, without the nodes of graphs; `name`: the property that says where it is."""
+    return {name: getattr(row, name)} | {
+        k: v for k, v in asdict(row).items() if k not in ("node", "logits", "wide", "place")
+    }
 
 
 def _transfers_as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
