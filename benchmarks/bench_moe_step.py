@@ -126,6 +126,7 @@ class Model(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
+        self.sizes = sizes
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
         self.checkpointed = False
 
@@ -168,6 +169,44 @@ def prepared(row: str, model: Model, inner: str, budget_bytes: int) -> Callable[
     return model
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """What torch's allocator has of the device and can't give back. A recording never gives its memory back."""
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
+
+
+def replayed_errors(row: str, model: Model, x: Tensor, call: Callable[[], Tensor], inner: str) -> list[float]:
+    """The relative errors of all gradients in replays with other routings, the last with all tokens at few experts.
+
+    They are compared with the same graphs without a recording.
+    """
+    eager = copy.deepcopy(model)
+    for block in eager.blocks:
+        block._compiled_call_impl = None
+    run = prepared(CAPTURED[row], eager, inner, 0)
+    errors = []
+    generator = torch.Generator().manual_seed(3)
+    for spread in (0.001, 0.01, 1.0):
+        noise = torch.randn(eager.sizes.experts, generator=generator)
+        for each in (model, eager):
+            each.route(lambda _, bias=spread * noise: bias)
+        eager.zero_grad()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.zero_()  # in place: a replay adds to the memory that it was recorded with
+        call()
+        run(x).backward()
+        wrong = whole = 0.0
+        for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+            wrong += float((p.grad.float() - q.grad.float()).square().sum())
+            whole += float(q.grad.float().square().sum())
+        errors.append((wrong / whole) ** 0.5)
+    return errors
+
+
 def measured(row: str, first: Model, x: Tensor, routings: int, inner: str, peaks: dict[str, int]) -> dict[str, Any]:
     """A row of one routing, that of `first`; with the peaks of `routings` others."""
     budget_bytes = 0
@@ -187,6 +226,7 @@ def measured(row: str, first: Model, x: Tensor, routings: int, inner: str, peaks
         return loss.detach()
 
     call = cudagraph.whole_step(step) if row in CAPTURED else step
+    before_gib = reserved_bytes(device) / GIB
     times: list[float] = []
     for n in range(WARM_UP + STEPS):
         synchronize(device)
@@ -200,7 +240,8 @@ def measured(row: str, first: Model, x: Tensor, routings: int, inner: str, peaks
     found: dict[str, Any] = {"row": row, "ms": min(times), "median_ms": statistics.median(times)}
     found |= {"loss": float(loss), "first_step_s": first_s}
     if row in CAPTURED:
-        return found | {"refused": call.refused}
+        found |= {"refused": call.refused, "peak_gib": reserved_bytes(device) / GIB - before_gib}
+        return found | {"errors": replayed_errors(row, model, x, call, inner)}
     nbytes, _ = measure_bytes(forward, torch.Tensor.backward, device)
     plans = aot_hooks.last_plans(model) if row in HOOKS or row in BUDGETS else []
     found |= {"saved_gib": nbytes.after_forward / GIB, "peak_gib": nbytes.peak / GIB}
@@ -220,6 +261,7 @@ def main() -> None:
     parser = parser_of(__doc__, small="sizes for a CPU")
     parser.add_argument("--rows", default=",".join(ROWS), help=", ".join(ROWS))
     parser.add_argument("--routings", type=int, default=50, help="others whose peaks are measured under a budget")
+    parser.add_argument("--routing", default="uniform,skewed")
     parser.add_argument("--layers", type=int, default=Sizes.layers)
     parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
     said = parser.parse_args()
@@ -232,7 +274,7 @@ def main() -> None:
     for block in first.blocks:
         block.experts.bias = block.experts.bias.float()
     result = {"conditions": conditions(device, **dataclasses.asdict(sizes), inner=said.inner), "rows": []}
-    for routing in ("uniform", "skewed"):
+    for routing in said.routing.split(","):
         if routing == "skewed":
             skewed(first, x)
         loads = torch.stack([block.experts.load for block in first.blocks]).float()
