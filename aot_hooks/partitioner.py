@@ -25,6 +25,7 @@ from .cache.key import PACKAGE_DIGEST, nodes_of
 from .cache.lookup import without_collections
 from .errors import OptionError
 from .graphs.nodes import crosses_twice, donates
+from .graphs.repeats import draws
 from .graphs.roofline import predicted_ms
 from .graphs.saved import SavedTensor
 from .hook import KEEP
@@ -202,7 +203,7 @@ class _Partitioning:
         """
         is_first = gm not in self.shared.stocks
         merges = not self.apart and is_first  # the first split has merged what repeats in `gm` itself
-        min_cut = partial(aot.min_cut_partition, gm, self.joint_inputs, merge_repeats=merges, **self.kwargs)
+        min_cut = partial(aot.min_cut_partition, gm, self.joint_inputs, draws, merge_repeats=merges, **self.kwargs)
         fw, bw = partitioned(gm, min_cut, self.num_fwd_outputs, self.state)
         donating = donates(fw, bw, self.num_fwd_outputs)  # as it is without hooks
         if self.fused and self.packs:

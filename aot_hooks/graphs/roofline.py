@@ -82,27 +82,24 @@ def _grouped_operations(a: torch.Tensor, b: torch.Tensor, *args: Any, out_val: A
 
 
 def _attention_operations(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, out_val: Any = None, **kwargs: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, out_val: Any = None, **kwargs: Any
 ) -> int:
-    """Those of two products for each head of `query` [batch, head, token, channel], which others may have fewer of."""
-    batch, heads, tokens, channels = query.shape
-    return 2 * batch * heads * tokens * key.shape[2] * (channels + value.shape[3])
+    """Two products; several heads of `q` may share one of `k` and `v`."""
+    return 2 * q.numel() // q.shape[-1] * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
-def _attention_backward_operations(grad: torch.Tensor, query: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
-    """Those of five products: the scores once more, and the gradients of values, scores, queries and keys."""
-    batch, heads, tokens, channels = query.shape
-    key, value, *_ = rest
-    return 2 * batch * heads * tokens * key.shape[2] * (3 * channels + 2 * value.shape[3])
+def _attention_backward_operations(
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
+) -> int:
+    """Five products, the first of them the scores once more."""
+    return 2 * q.numel() // q.shape[-1] * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-_SCALED = "_scaled_dot_product_"  # begins the operators of attention on [batch, head, token, channel]
-# torch has no formula for grouped products, nor for attention on a CPU. Those it has for attention raise, up to torch
-# 2.11, if keys have fewer heads than queries.
+# torch has none for grouped products; for attention on a CPU from 2.15, for heads that share keys from 2.13
 _FORMULAS: dict[str, Callable[..., int]] = {
     "_grouped_mm": _grouped_operations,
-    **{name: _attention_operations for name in ATTENTION if name.startswith(_SCALED)},
-    **{name: _attention_backward_operations for name in ATTENTION_BACKWARD if name.startswith(_SCALED)},
+    **{name: _attention_operations for name in ATTENTION if name.startswith("_scaled")},
+    **{name: _attention_backward_operations for name in ATTENTION_BACKWARD if name.startswith("_scaled")},
 }
 
 

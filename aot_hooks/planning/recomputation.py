@@ -21,7 +21,8 @@ from torch.fx import Graph, Node
 
 from ..graphs.backward_reads import BackwardReads
 from ..graphs.lifetimes import fuses, on_cuda
-from ..graphs.nodes import producer, storage_bytes, storage_of
+from ..graphs.nodes import storage_bytes, storage_of
+from ..graphs.repeats import draws
 from ..graphs.roofline import LAUNCH_MS, has_formula
 from ..graphs.saved import SavedValue
 from ..torch_private import aot
@@ -124,15 +125,17 @@ def of_blocks(
         return any(block_of[u] != block_of[node] for u in node.users if u in block_of)
 
     stops = {storage_of(node) for node in block_of if crosses(node) or not block_of[node]}
-    stops |= {storage_of(v.fw_node) for group in groups for v in group if not _repeatable(producer(v.fw_node))}
     stops.discard(None)  # the key of an operator with several results; these have their own
     again: set[str] = set()
     gone: set[Any] = set()
     reads: set[str] = set()
-    for group in groups:
+    position = {node: i for i, node in enumerate(block_of)}
+    for group in sorted(groups, key=lambda group: position.get(group[0].fw_node, -1)):
         key = storage_of(group[0].fw_node)
         chain = None if key in stops else _chain([value.fw_node for value in group], stops)
-        if chain is not None:
+        if chain is None:  # what is computed from it can start there
+            stops.add(key)
+        else:
             again |= {n.name for n in chain.nodes}
             reads |= {n.name for n in chain.reads}
             gone.add(key)
@@ -233,14 +236,15 @@ _REPEATABLE = frozenset(
 def _repeatable(node: Node) -> bool:
     """Whether `node` is known to give the same result again. An unknown operator is never computed again.
 
-    So random operators, communication, writes, custom operators, and sums in any order on CUDA (`scatter_add`) are not.
+    So communication, writes, custom operators, sums in any order on CUDA (`scatter_add`), and what draws random numbers
+    are not. Attention without dropout draws none.
     """
     if node.target is operator.getitem:
         return True
     target: Any = node.target
     if node.op != "call_function" or not is_operator(target) or target.namespace not in ("aten", "prims"):
         return False
-    if node.is_impure() or not _is_pure(target):
+    if node.is_impure(impure_random=False) or target._schema.is_mutable or draws(node):
         return False
     if target is torch.ops.aten.index.Tensor:  # by a mask, the result has a new size each time
         return all(n.meta["val"].dtype in (torch.int32, torch.int64) for n in node.all_input_nodes[1:])
@@ -248,10 +252,5 @@ def _repeatable(node: Node) -> bool:
 
 
 @functools.cache  # operators are few
-def _is_pure(target: Any) -> bool:
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
-
-
-@functools.cache
 def _is_known(target: Any) -> bool:
     return str(target).split(".")[1] in _REPEATABLE or torch.Tag.reduction in target.tags

@@ -41,6 +41,7 @@ SYMBOLS: dict[str | Needed, str] = {
     "torch._functorch.config.ban_recompute_materialized_backward",
     "two versions of a graph": "torch._guards.TracingContext torch._guards.tracing",
     "predicting the bytes of a backward": "torch._functorch.partitioners._is_tangent",
+    Needed("computing attention again", ("2.15.0",)): "torch._functorch.partitioners.is_nonzero_dropout_sdpa",
     Needed("telling that a backward holds its tangents", ("2.11.0",)): "torch._functorch._aot_autograd."
     "runtime_wrappers._backward_prologue_functional",
     "warning of hooks around other backends": "torch._functorch._aot_autograd.graph_compile."
@@ -62,7 +63,51 @@ PROTOCOLS = {
 
 need = needing(SYMBOLS)
 
-min_cut_partition = functools.partial(compilers.min_cut_partition, need=need)
+
+def min_cut_partition(
+    joint: GraphModule, inputs: Any, draws: Callable[[Node], bool] = lambda node: True, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """torch's own partition. Operators with the tag of random ones for which `draws` is False count as any other.
+
+    torch runs a random operator that it computes again with a state of the generator, by an operator of higher order
+    that no compiler fuses or reads. 2.11 to 2.14 do so by the tag alone, which attention has without dropout, too.
+    """
+    split = functools.partial(compilers.min_cut_partition, need=need)
+    if has("torch._functorch.partitioners.is_nonzero_dropout_sdpa"):
+        return split(joint, inputs, **kwargs)
+    for node in joint.graph.nodes:
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if random and node.meta.get("recompute") is not None and not draws(node):
+            node.target = _Untagged(node.target)
+    fw, bw = split(joint, inputs, **kwargs)
+    for gm in (joint, fw, bw):
+        untagged = [node for node in gm.graph.nodes if isinstance(node.target, _Untagged)]
+        for node in untagged:
+            node.target = node.target.operator
+        if untagged:
+            gm.recompile()
+    return fw, bw
+
+
+class _Untagged:
+    """Stands for `operator` in a graph that torch partitions, without tags."""
+
+    tags = ()
+
+    def __init__(self, operator: Any) -> None:
+        self.operator = operator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.operator, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.operator(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Untagged) and other.operator == self.operator
+
+    def __hash__(self) -> int:
+        return hash(self.operator)
 
 
 def recomputing_pointwise(wanted: bool) -> contextlib.AbstractContextManager[Any]:
