@@ -28,7 +28,7 @@ from .graphs.nodes import crosses_twice, donates
 from .graphs.repeats import draws
 from .graphs.roofline import predicted_ms
 from .graphs.saved import SavedTensor
-from .hook import KEEP
+from .hook import KEEP, Hook
 from .offloading import transfers
 from .offloading.placement import decide_at_run_time
 from .options import Options
@@ -38,10 +38,12 @@ from .passes.early import compute_early
 from .passes.edits import finished, log
 from .passes.live_bytes import LivePoint, live_bytes
 from .passes.partition import parameters_of, partitioned, state_of
+from .passes.permutations import gather_gradients
 from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
 from .passes.rewrite import RewriteOptions, rewrite
 from .passes.tile import Tiled, tiled
 from .passes.units import Tracer, tracer
+from .planning.assignment import Assignment
 from .planning.chunks import CHUNK, TILE, Stock, with_chunks
 from .planning.kernels import split_and_hold
 from .planning.options import Graphs, Joint
@@ -50,6 +52,7 @@ from .planning.trials import Planned
 from .settings.names import carry_names, name_given
 from .settings.setting import Setting, SettingsOfGraph
 from .torch_private import aot, inductor
+from .torch_private.values import pytree
 
 _Pair = tuple[GraphModule, GraphModule]  # forward and backward
 
@@ -119,6 +122,9 @@ class PlanningPartition:
         apart = bool(self.hooks.regions) and repeats_across_regions(joint.graph)
         nested = joint_inputs == []  # a nested compiled region
         notes: list[Chunked | Tiled] = []
+        rules = [setting.rule for setting in self.hooks.settings if setting.rule is not KEEP]
+        if rules:  # else all is as torch has it
+            gather_gradients(joint, sums=any(map(_may_round, rules)))
         if not nested:
             joint = in_parts(self.options, joint, notes)
         static = tuple(kwargs.get("static_lifetime_input_indices") or ())
@@ -318,6 +324,16 @@ class _Partitioning:
         """What `gm`, one form of the joint graph, takes. It tells what chunks and tiles gain, and what they cost."""
         self.joint_of(gm).graphs()
         return Stock(self.shared.stocks[gm].live, self.shared.stocks[gm].ms)
+
+
+def _may_round(rule: Any) -> bool:
+    """Whether `rule`, a hook or policy, says that it may round a saved tensor. A plain function says nothing."""
+    if isinstance(rule, Hook):
+        return bool(rule.lossy or rule.error)
+    if isinstance(rule, Assignment):
+        return bool(rule.max_error) and rule.exact != rule.allow
+    parts = pytree.tree_leaves(list(vars(rule).values())) if dataclasses.is_dataclass(rule) else ()
+    return any(map(_may_round, parts))
 
 
 def partition_without_hooks(

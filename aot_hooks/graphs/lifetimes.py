@@ -416,6 +416,7 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
 
     - Constants are computed where they are read, except for an unfused operator.
     - A reduction or a lookup computes its inputs in its own kernel, so it alone does not cause a write.
+    - What only fused operators read of a lookup, they look up themselves.
     - A value is written that has several readers and is computed from more than `_MOST_READ` storages.
     - Random numbers are not, if only a mask is made from them (`random_masks`).
     - A product that waits for a sum far behind it (`late_products`) is not; its inputs are, and the sum is.
@@ -430,7 +431,8 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
         kernels = [node for node in kernels if not is_loop(node)]
     masks = random_masks(nodes)
     drawn = set(masks.values())
-    kernels = [node for node in kernels if node not in late and node not in drawn] + [*late.values()]
+    kernels = [n for n in kernels if n not in late and n not in drawn and not _is_looked_up_by_readers(n)]
+    kernels += late.values()
     key_of = functools.cache(storage_of)
     written = {key_of(n) for node in kernels for n in (node, *_read_from_memory(node))}
     written |= {key_of(mask) for mask in masks if is_packed_alone(mask)}
@@ -448,6 +450,10 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
             written.add(key)
             del reads[key]
     return written
+
+
+def _is_looked_up_by_readers(node: Node) -> bool:
+    return target_name(node) in _LOOKUPS and all(fuses(user) or reduces(user) for user in node.users)
 
 
 def _read_from_memory(node: Node) -> list[Node]:
