@@ -21,8 +21,7 @@ of them, and sizes may be symbolic. `wait_for` keeps compilers from mixing two c
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -30,14 +29,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graphs.nodes import name_and_line, source_line, target_name, tensor_bytes, type_text
-from ..graphs.rows import Kept, Rows, Step, is_linear, is_tensor, is_zero, restores, shape_of, step_of
+from ..graphs.rows import VIEWS, Kept, Step, is_elementwise, is_linear, is_tensor, is_zero, restores, shape_of
 from ..torch_private import aot
-from ..torch_private.values import hint, symbols_of
-from .chunk_loop import Loop, place_in_order, read_sizes_of_inputs, write_chunks
-from .chunk_order import PRODUCTS, depends_on
+from ..torch_private.values import hint
+from .chunk_loop import Loop, put_in_place, read_sizes_of_inputs, write_chunks
 from .edits import show
 from .expand_losses import expand_losses
 from .live_bytes import LivePoint
+from .regions import PRODUCTS, LeftWhole, Region, depends_on, grown, known_count, outputs_of, seeds_of, tangents_of
 from .words_last import words_last
 
 # Tokens of a chunk. Each chunk reads and writes the sums of grad_w once, which takes as long as 240 / n of the three
@@ -88,39 +87,11 @@ class Chunked:
         return f"{self.layer}: {self.how}" if self.done else f"{self.layer}: not in chunks, {self.how}"
 
 
-@dataclass(frozen=True)
-class _Region:
-    """What is computed in chunks.
-
-    Attributes:
-        steps: of the nodes, in order.
-        outputs: the nodes that others read.
-        kept: the slices that leave tokens out.
-    """
-
-    seed: Node
-    steps: Mapping[Node, Step]
-    outputs: tuple[Node, ...]
-    kept: tuple[Kept, ...] = ()
-
-    def token_count(self) -> Any:
-        return math.prod(self.kept[-1].kept_sizes()) if self.kept else shape_of(self.seed)[0]
-
-    def inputs(self, nodes: Iterable[Node]) -> set[Node]:
-        return {n for node in nodes for n in node.all_input_nodes} - self.steps.keys()
-
-
 _LOSS_OUTSIDE = (
     "the program returns it, and its loss is outside of the compiled function. Compile a function that returns the "
     "loss, or call torch's linear_cross_entropy (torch 2.13) in its place"
 )
-
-
 COULD_BE = "options={'chunk': True} does that, and so does a budget where it pays"
-
-
-class _NotChunked(Exception):
-    """Why a layer is left as it is."""
 
 
 def chunked(joint: GraphModule, tokens: int | None, *, finer: int = 1) -> tuple[GraphModule, tuple[Chunked, ...]]:
@@ -187,7 +158,7 @@ def _attempt(gm: GraphModule, seed: Node, tokens: int | None, finer: int) -> tup
         node = next(n for n in attempt.graph.nodes if n.name == seed.name)
         try:
             return attempt, _chunk_one(attempt, node, tokens, finer, sliced=sliced)
-        except _NotChunked as e:
+        except LeftWhole as e:
             why = str(e) or why
         if not any(target_name(user) == "aten.slice.Tensor" for n in _of_its_size(seed) for user in n.users):
             break
@@ -214,28 +185,33 @@ def with_peak(joint: GraphModule, found: Sequence[Chunked], peak_node: str) -> t
     return tuple(replace(each, holds_peak=each.node in nodes and holds(nodes[each.node])) for each in found)
 
 
-def _of_its_size(seed: Node) -> set[Node]:
+def _of_its_size(seed: Node, follows: Callable[[Node], bool] = lambda _: True) -> set[Node]:
     """`seed`, and all that is computed from it without another product and has its size, or half of it."""
     size = hint(seed.meta["val"].numel()) // 2
     stack, found = [seed], {seed}
     while stack:
         for user in stack.pop().users:
             big = is_tensor(user) and hint(user.meta["val"].numel()) >= size
-            if big and user not in found and target_name(user) not in PRODUCTS:
+            if big and user not in found and target_name(user) not in PRODUCTS and follows(user):
                 found.add(user)
                 stack.append(user)
     return found
 
 
-def _has_loss(seed: Node) -> bool:
+def _has_loss(seed: Node, *, of_sum: bool = False) -> bool:
     """Whether an exponential, or the program, reads such a value. It needs no copy of the graph to tell.
 
     Exponentials that are not summed are those of a loss too, such as of a binary cross entropy; but not if another
     product of the forward reads what is made of them. That is the SiLU of an MLP, as Inductor decomposes it.
+
+    `of_sum`: `seed` adapts a layer that is no candidate. Then its sum has a loss only if nothing but loops and views
+    stands between: the softmax of an attention, whose queries are adapted, is none.
     """
-    found = _of_its_size(seed)
+    found = _of_its_size(seed, _is_loop if of_sum else lambda _: True)
     readers = {user for node in found for user in node.users}
-    if any(user.op == "output" or target_name(user) in _EXPONENTIALS[:-1] for user in readers):
+    if not of_sum and any(user.op == "output" for user in readers):
+        return True
+    if any(target_name(user) in _EXPONENTIALS[:-1] for user in readers):
         return True
     exponentials = [node for node in found | readers if target_name(node) == _EXPONENTIALS[-1]]
     if any(map(_is_summed, exponentials)):
@@ -245,6 +221,10 @@ def _has_loss(seed: Node) -> bool:
         return bool(exponentials)
     tangents = filter(aot.is_tangent, seed.graph.find_nodes(op="placeholder"))
     return products <= depends_on(seed.graph.nodes, tangents)
+
+
+def _is_loop(node: Node) -> bool:
+    return is_elementwise(node) or target_name(node) in VIEWS or target_name(node) == "aten.slice.Tensor"
 
 
 def _is_summed(exponential: Node) -> bool:
@@ -262,18 +242,8 @@ def _is_summed(exponential: Node) -> bool:
 
 def _layers(gm: GraphModule, tokens: int | None) -> list[Node]:
     """Products of the forward with more columns than they have terms, largest first: where logits may come from."""
-    of_tangents = depends_on(gm.graph.nodes, filter(aot.is_tangent, gm.graph.find_nodes(op="placeholder")))
-    found = []
-    for node in gm.graph.nodes:
-        if target_name(node) not in PRODUCTS or node in of_tangents or not is_tensor(node):
-            continue
-        (count, words), terms = shape_of(node), shape_of(node.args[-2])[1]
-        if not isinstance(words, int) or not isinstance(terms, int) or words <= 2 * terms or node.meta.get(IN_CHUNK):
-            continue
-        large = 4 * hint(count) * words >= _LEAST_BYTES if tokens is None else hint(count) > tokens
-        if large and node.meta["val"].is_floating_point():
-            found.append(node)
-    found = [node for node in found if not _adapts_another(node, found)]
+    found = list(seeds_of(gm, tokens, _LEAST_BYTES, 2))
+    found = [node for node in found if not _adapts_another(node, found) or _has_loss(node, of_sum=True)]
     return sorted(found, key=lambda node: -tensor_bytes(node.meta["val"]))
 
 
@@ -302,101 +272,68 @@ def _product_of(node: Node) -> Node | None:
     return node
 
 
-IN_CHUNK = "aot_hooks_chunk"
-
-
 def _chunk_one(gm: GraphModule, seed: Node, tokens: int | None, finer: int, *, sliced: bool) -> _Made:
     """Chunk the layer `seed` of `gm`, in place."""
     region = _region(gm, seed, sliced=sliced)
     nodes = list(gm.graph.nodes)
-    tangents = depends_on(nodes, filter(aot.is_tangent, gm.graph.find_nodes(op="placeholder")))
+    tangents = region.tangents
     after = depends_on(nodes, region.outputs) - region.steps.keys()  # what is computed from results of the loop
     gradients = [n for n in region.steps if n in tangents]
     rows = hint(region.token_count())
     count = _chunks(seed, rows, tokens, finer)
     names = {n.name for n in region.steps if target_name(n) in PRODUCTS}
     loop = Loop(gm, region.steps, seed, count, region.kept)
-    forward = [n for n in region.outputs if n not in tangents]
-    backward = [n for n in region.outputs if n in tangents]
-    if late := region.inputs(_needed(region, forward)) & (after | tangents):
-        raise _NotChunked(f"the loss of a token needs results of others ({name_and_line(min(late, key=nodes.index))})")
+    forward, backward = (region.outputs_of(backward=which) for which in (False, True))
+    if late := region.inputs(region.needed(forward)) & (after | {*tangents}):
+        raise LeftWhole(f"the loss of a token needs results of others ({name_and_line(min(late, key=nodes.index))})")
     if late := region.inputs(gradients) & (depends_on(nodes, backward) - region.steps.keys()):
-        raise _NotChunked(f"its gradients need results of themselves ({name_and_line(min(late, key=nodes.index))})")
+        raise LeftWhole(f"its gradients need results of themselves ({name_and_line(min(late, key=nodes.index))})")
     if not backward:
-        loss = write_chunks(loop, _needed(region, forward), forward)
+        loss = write_chunks(loop, region.needed(forward), forward)
         how = f"{count} chunks"
-    elif why := (scale := _scale(region, gradients, tangents, after))[1]:
-        loss = write_chunks(loop, _needed(region, forward), forward)
+    elif why := (scale := _scale(region, gradients, after))[1]:
+        loss = write_chunks(loop, region.needed(forward), forward)
         first = next(n for n in nodes if n in tangents and n in region.inputs(gradients) and is_tensor(n))
-        loss |= write_chunks(loop, _needed(region, backward), backward, waits_for=first)
+        loss |= write_chunks(loop, region.needed(backward), backward, waits_for=first)
         how = f"{count} chunks, logits again in the backward: {why}"
     else:
         loss = write_chunks(loop, list(region.steps), list(region.outputs), scale=scale[0], scaled=backward)
         how = f"{count} chunks, gradients in the forward"
-    for node, result in loss.items():
-        node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in region.steps)
-    erase_unread(gm, nodes)
-    try:
-        place_in_order(gm)
-    except ValueError as e:
-        raise _NotChunked(f"its parts need each other's results ({e})") from e
-    for node in gm.graph.nodes:
-        if target_name(node) in PRODUCTS and node.name not in {n.name for n in nodes}:
-            node.meta[IN_CHUNK] = True
+    put_in_place(loop, loss, nodes)
     gm.graph.lint()
     gm.recompile()
     return _Made(how, names, count, rows - rows // count * (count - 1))
-
-
-def erase_unread(gm: GraphModule, nodes: Iterable[Node]) -> None:
-    """Erase those of `nodes`, which are in order, that had readers and have none any more."""
-    for node in reversed(list(nodes)):
-        if node.op == "call_function" and not node.users and not node.is_impure():
-            gm.graph.erase_node(node)
 
 
 def _chunks(seed: Node, count: int, tokens: int | None, finer: int) -> int:
     each = tokens if tokens is not None else max(1, _TOKENS.get(seed.meta["val"].device.type, 1024) // finer)
     chunks = min(_MOST_CHUNKS, -(-count // each))
     if chunks < 2:
-        raise _NotChunked(f"{count} tokens are one chunk of {each}")
+        raise LeftWhole(f"{count} tokens are one chunk of {each}")
     return chunks
 
 
 # --- the region -------------------------------------------------------------------------------------------------------
 
 
-def _region(gm: GraphModule, seed: Node, *, sliced: bool) -> _Region:
+def _region(gm: GraphModule, seed: Node, *, sliced: bool) -> Region:
     nodes = list(gm.graph.nodes)
-    count, words = shape_of(seed)
-    if symbols_of(count) and not hint(count):
-        raise _NotChunked(f"the number of tokens, {count}, is made by an operator of the program")
-    size = hint(count) * words // 2  # a part of the vocabulary may be cut off, or some tokens
+    size = known_count(seed) * shape_of(seed)[1] // 2  # a part of the vocabulary may be cut off, or some tokens
 
     def is_big(node: Node) -> bool:
         return is_tensor(node) and hint(node.meta["val"].numel()) >= size
 
-    steps, rows = _rowwise(nodes, seed, is_big, sliced=sliced)
-    kept = _kept(nodes, steps, rows, is_big)
-    big = {n for n in kept if is_big(n)}
-    inside = {n: steps[n] for n in nodes if n in steps and (n in kept or not big.isdisjoint(n.all_input_nodes))}
+    inside = grown(nodes, seed, is_big, sliced=sliced)
     if not any(target_name(n) in _EXPONENTIALS for n in inside):
         if any(user.op == "output" for n in inside if is_big(n) for user in n.users):
-            raise _NotChunked(_LOSS_OUTSIDE)
-        raise _NotChunked(_why_alone(nodes, seed, inside, is_big))
+            raise LeftWhole(_LOSS_OUTSIDE)
+        raise LeftWhole(_why_alone(nodes, seed, inside, is_big))
     from_seed = depends_on(nodes, [seed])
-    outputs = []
-    for node in inside:
-        readers = [user for user in node.users if user not in inside]
-        if not readers or node not in from_seed:
-            continue
-        if is_big(node) and steps[node].out is not None:
-            raise _NotChunked(_why_read(node, readers[0]))
-        outputs.append(node)
-    # adopted nodes that only others' results need
-    needed = set(_ancestors(outputs, inside))
-    found = {n: s for n, s in inside.items() if n in needed}
-    return _Region(seed, found, tuple(outputs), _kept_tokens(found, outputs))
+    outputs = outputs_of(inside, [n for n in inside if n in from_seed], is_big, _why_read)
+    region = Region(seed, inside, tuple(outputs), tangents_of(gm))
+    # without adopted nodes that only others' results need
+    steps = {n: inside[n] for n in region.needed(outputs)}
+    return replace(region, steps=steps, kept=_kept_tokens(steps, outputs))
 
 
 def _kept_tokens(steps: Mapping[Node, Step], outputs: Iterable[Node]) -> tuple[Kept, ...]:
@@ -413,13 +350,13 @@ def _kept_tokens(steps: Mapping[Node, Step], outputs: Iterable[Node]) -> tuple[K
     zeros: set[Node] = set()  # are zero for all tokens that are not in the loop
     for node, step in steps.items():
         if kept_of(step) != kept[: len(kept_of(step))]:
-            raise _NotChunked(f"tokens are sliced in two ways, in {name_and_line(node)} and before it")
+            raise LeftWhole(f"tokens are sliced in two ways, in {name_and_line(node)} and before it")
         source = restores(step)
         if kept_of(step) == kept or (source in zeros if source is not None else is_linear(node, zeros.__contains__)):
             zeros.add(node)
     for node in outputs:
         if node not in zeros:
-            raise _NotChunked(f"{name_and_line(node)} needs all tokens, and its loss some of them")
+            raise LeftWhole(f"{name_and_line(node)} needs all tokens, and its loss some of them")
     return kept
 
 
@@ -447,81 +384,16 @@ def _why_read(node: Node, reader: Node) -> str:
     )
 
 
-def _rowwise(nodes: list[Node], seed: Node, is_big: Any, *, sliced: bool) -> tuple[dict[Node, Step], dict[Node, Rows]]:
-    """All that treats the tokens of `seed` alike, up to results of products, and what of their size it is made from."""
-    rows: dict[Node, Rows] = {seed: Rows(0)}
-    first = step_of(seed, {}, Rows(0))
-    if first is None:
-        raise _NotChunked("its weight has tokens too")
-    steps = {seed: first}
-    ends: set[Node] = set()  # products that take the logits' size away: what reads them is outside
-    from_seed = depends_on(nodes, [seed])
-
-    def adopt(step: Step) -> bool:
-        """Take in what `step` reads that has the size of logits but is not made of them: a teacher's logits."""
-        for source, read in step.reads.items():
-            if source in rows or not read.cut or read.like or source in from_seed or not is_big(source):
-                continue
-            made = step_of(source, rows, read.rows, sliced=sliced)
-            if made is not None and made.out == read.rows and adopt(made):
-                rows[source], steps[source] = read.rows, made
-        return True
-
-    adopt(first)
-    before = 0
-    while before != len(steps):
-        before = len(steps)
-        for node in nodes:
-            if node in steps:
-                continue
-            known = {n: rows[n] for n in node.all_input_nodes if n in rows and n not in ends}
-            step = step_of(node, known, sliced=sliced) if known else None
-            if step is None:
-                continue
-            adopt(step)
-            steps[node] = step
-            if step.out is not None:
-                rows[node] = step.out
-                if target_name(node) in PRODUCTS and not is_big(node):
-                    ends.add(node)
-    return steps, rows
-
-
-def _kept(nodes: list[Node], steps: Mapping[Node, Step], rows: Mapping[Node, Rows], is_big: Any) -> set[Node]:
-    """Nodes of the size of logits, and small ones between them."""
-    kept: set[Node] = set()
-    for node in reversed(nodes):
-        if node in rows and (is_big(node) or not kept.isdisjoint(node.users)):
-            kept.add(node)
-    return kept
-
-
-def _ancestors(nodes: Iterable[Node], inside: Collection[Node]) -> list[Node]:
-    found: dict[Node, None] = {}
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node in inside and node not in found:
-            found[node] = None
-            stack += node.all_input_nodes
-    return list(found)
-
-
-def _needed(region: _Region, outputs: Iterable[Node]) -> list[Node]:
-    """The nodes of the region, in order, that `outputs` are computed from."""
-    found = set(_ancestors(outputs, region.steps))
-    return [node for node in region.steps if node in found]
-
-
 # --- which way --------------------------------------------------------------------------------------------------------
 
 
 def _scale(
-    region: _Region, gradients: Collection[Node], tangents: Collection[Node], after: Collection[Node]
+    region: Region, gradients: Collection[Node], after: Collection[Node]
 ) -> tuple[tuple[Node, tuple[Node, ...]] | None, str]:
     """The one number that multiplies all gradients, with the nodes between it and the region, in order; or why not."""
     if region.seed.meta["val"].dtype == torch.float16:
         return None, "float16 needs the scale of the gradient before it is rounded"
+    tangents = region.tangents
     position = {node: i for i, node in enumerate(region.seed.graph.nodes)}
     start = [n for n in region.inputs(gradients) if n in tangents]
     frontier, path = set(start), set(start)

@@ -27,9 +27,10 @@ from ..graphs.nodes import MADE_EARLY, is_view
 from ..graphs.rows import Kept, Read, Rows, Step, is_conversion, is_tensor, shape_of
 from ..torch_private import aot
 from ..torch_private.values import computed_from, expression, is_operator, symbols_of
-from .chunk_order import PRODUCTS, OntoLogits, join_rows, onto_logits, wait_for, wait_for_all
+from .chunk_order import OntoLogits, join_rows, onto_logits, wait_for, wait_for_all
 from .chunk_sums import add_product
 from .edits import run_on_fakes
+from .regions import PRODUCTS, LeftWhole, marked
 
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _LOW = (torch.bfloat16, torch.float16)
@@ -83,7 +84,7 @@ class Loop:
         return self.gm.graph
 
     def add(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A node at the end of the graph; `place_in_order` moves it."""
+        """A node at the end of the graph; `put_in_place` moves it."""
         with self.graph.inserting_before(self.graph.output_node()):
             node = self.graph.call_function(target, args, kwargs)
         computes_sizes = not is_operator(target) and target is not operator.getitem
@@ -480,14 +481,24 @@ def _finished(loop: Loop, part: Node, scale: Node | None, dtype: torch.dtype) ->
     return part if part.meta["val"].dtype == dtype else loop.add(_convert, part, dtype)
 
 
-def place_in_order(gm: GraphModule) -> None:
+def put_in_place(loop: Loop, made: Mapping[Node, Node], nodes: Sequence[Node]) -> None:
+    """Have others read the results `made` in place of those of the region, in the graph that had `nodes` before."""
+    for node, result in made.items():
+        node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in loop.steps)
+    marked(set(loop.graph.nodes) - set(nodes))
+    for node in reversed(nodes):  # those that had readers and have none any more
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            loop.graph.erase_node(node)
+    _place_in_order(loop.graph)
+
+
+def _place_in_order(graph: Graph) -> None:
     """Move each node behind its inputs: those at the end of the graph to their first readers, sums' to their inputs.
 
     Only the output reads a weight's gradient. At the end of the graph its sum in float32 would wait for it there.
     What is written to inputs comes last, so that nodes at the end of the graph read what was there before.
-    Raises `ValueError` if a node needs its own result.
+    Raises `LeftWhole` if a node needs its own result.
     """
-    graph = gm.graph
     for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):
         graph.output_node().prepend(node)
     placed: set[Node] = set(graph.find_nodes(op="placeholder"))
@@ -501,7 +512,7 @@ def place_in_order(gm: GraphModule) -> None:
                 stack.pop()
             elif waiting:
                 if not entered.isdisjoint(waiting):
-                    raise ValueError(top.name)
+                    raise LeftWhole(f"its parts need each other's results ({top.name})")
                 entered.add(top)
                 stack += reversed(waiting)
             else:

@@ -18,7 +18,7 @@ kernel computed the label of a token anew: Inductor cuts what has more than 30 o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from ..graphs.lifetimes import fuses
 from ..graphs.nodes import target_name
 from ..graphs.rows import Read, Step, is_tensor
 from ..torch_private.values import hint
+from .regions import PRODUCTS, ancestors, depends_on
 
 _library = torch.library.Library("aot_hooks", "FRAGMENT")
 _library.define("wait_for(Tensor x, Tensor[] done) -> Tensor")
@@ -47,7 +48,6 @@ torch.library.register_fake("aot_hooks::join_rows", torch.cat, lib=_library)
 join_rows = torch.ops.aot_hooks.join_rows.default
 
 _CONSTANTS = ("aten.full.default", "aten.scalar_tensor.default", "prims.iota.default")
-PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def onto_logits(steps: Mapping[Node, Step], nodes: Sequence[Node], outputs: Iter
         return None
     if _rounds_nothing(value):
         return None
-    chain = _ancestors(gradients, inside, lambda n: n not in products and _count(n) >= size)
+    chain = ancestors(gradients, inside, lambda n: n not in products and _count(n) >= size)
     summed, of_gradients, of_ends = (depends_on(nodes, group) for group in (logits | chain, gradients, ends))
     numbers = [n for n in nodes if n not in chain | logits and not chain.isdisjoint(n.users)]
     if summed.isdisjoint(numbers) or not all(fuses(n) or target_name(n) in _CONSTANTS for n in chain):
@@ -95,7 +95,7 @@ def onto_logits(steps: Mapping[Node, Step], nodes: Sequence[Node], outputs: Iter
     reads = [(n, read) for node in nodes if node in chain for n, read in steps[node].reads.items()]
     outside = [(n, read) for n, read in dict.fromkeys(reads) if n not in inside and read.cut and _count(n) < size]
     results = [n for n in outputs if n in inside - of_gradients and n not in numbers]
-    before = _ancestors([*numbers, *results, *logits], inside, lambda _: True)
+    before = ancestors([*numbers, *results, *logits], inside)
     if not before.isdisjoint(of_ends):
         return None
     first, second = ([n for n in nodes if n in group] for group in (before, chain | (inside - before)))
@@ -109,24 +109,3 @@ def _rounds_nothing(logits: torch.Tensor) -> bool:
 
 def _count(node: Node) -> int:
     return hint(node.meta["val"].numel()) if is_tensor(node) else 0
-
-
-def _ancestors(nodes: Iterable[Node], inside: Collection[Node], follows: Callable[[Node], bool]) -> set[Node]:
-    """Those of `nodes`, and of all `inside` that they are computed from, as far as `follows` holds."""
-    found: set[Node] = set()
-    stack = [*nodes]
-    while stack:
-        node = stack.pop()
-        if node in inside and node not in found and follows(node):
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
-
-
-def depends_on(nodes: Iterable[Node], start: Iterable[Node]) -> set[Node]:
-    """`start`, and all of `nodes`, which are in order, that are computed from it."""
-    found = set(start)
-    for node in nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found

@@ -20,21 +20,19 @@ The loops are unrolled like those of a loss in chunks, see chunk.py and chunk_lo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import source_line, target_name, tensor_bytes, type_text
+from ..graphs.nodes import source_line, tensor_bytes, type_text
 from ..graphs.rows import is_tensor, shape_of
 from ..torch_private import aot
 from ..torch_private.values import hint
-from .chunk import IN_CHUNK, erase_unread
-from .chunk_loop import Loop, place_in_order, read_sizes_of_inputs, write_chunks
-from .chunk_order import PRODUCTS, depends_on
+from .chunk_loop import Loop, put_in_place, read_sizes_of_inputs, write_chunks
 from .edits import show
+from .regions import LeftWhole, seeds_of
 from .slices import slice_for_split
-from .tile_part import NotTiled, Part, keeps_memory, part_of
+from .tile_part import Part, keeps_memory, part_of
 
 # Tokens of a tile at least. Each tile reads and writes the sums of the weights' gradients once, see chunk.py.
 _LEAST_TOKENS = {"cpu": 256, "cuda": 2048}
@@ -94,7 +92,7 @@ def tiled(
         again: whether the backward computes wide values again. Otherwise they stay saved.
         finer: there are so many times more tiles than are chosen.
     """
-    if not any(_seeds(joint, tokens)):
+    if not any(seeds_of(joint, tokens, _LEAST_BYTES, 1)):
         return joint, ()
     gm = aot.edited_copy(joint)
     read_sizes_of_inputs(gm.graph)
@@ -102,7 +100,7 @@ def tiled(
     found: list[Tiled] = []
     tried: set[str] = set()
     changed = False
-    while (seed := next((n for n in _seeds(gm, tokens) if n.name not in tried), None)) is not None:
+    while (seed := next((n for n in seeds_of(gm, tokens, _LEAST_BYTES, 1) if n.name not in tried), None)) is not None:
         tried.add(seed.name)
         place = source_line(seed) or seed.name
         note = Tiled(type_text(seed), "", False, node=seed.name, place=place)
@@ -110,7 +108,7 @@ def tiled(
             part = part_of(gm, seed, tried, again=again)
             note = _sized(note, part, tokens, finer)
             _write(gm, part, note.count)
-        except NotTiled as e:
+        except LeftWhole as e:
             if str(e):
                 found.append(note.left(str(e)) if note.done else replace(note, how=str(e)))
             continue
@@ -124,29 +122,15 @@ def tiled(
     return gm, tuple(found)
 
 
-def _seeds(gm: GraphModule, tokens: int | None) -> Iterator[Node]:
-    """Products of the forward that make tokens wider, in order: where a part may begin."""
-    of_tangents = depends_on(gm.graph.nodes, filter(aot.is_tangent, gm.graph.find_nodes(op="placeholder")))
-    for node in gm.graph.nodes:
-        if target_name(node) not in PRODUCTS or node in of_tangents or not is_tensor(node) or node.meta.get(IN_CHUNK):
-            continue
-        (count, width), terms = shape_of(node), shape_of(node.args[-2])[1]
-        if not isinstance(width, int) or not isinstance(terms, int) or width <= terms:
-            continue
-        large = 4 * hint(count) * width >= _LEAST_BYTES if tokens is None else hint(count) > tokens
-        if large and node.meta["val"].is_floating_point():
-            yield node
-
-
 # --- how many tiles ---------------------------------------------------------------------------------------------------
 
 
 def _sized(note: Tiled, part: Part, tokens: int | None, finer: int) -> Tiled:
-    """`note` with the number of tiles, and the bytes of one. Raises `NotTiled` if tiles are of no use."""
+    """`note` with the number of tiles, and the bytes of one. Raises `LeftWhole` if tiles are of no use."""
     rows = hint(shape_of(part.seed)[0])
     passes = [part.outputs_of(backward=backward) for backward in (False, True)]
     working = max(_alive_bytes(part, part.needed(outputs)) for outputs in passes if outputs)
-    border = {*part.cut_inputs(part.steps), *(n for n in part.outputs if part.steps[n].out is not None)}
+    border = {*part.cut_inputs(), *(n for n in part.outputs if part.steps[n].out is not None)}
     border_bytes = sum(tensor_bytes(n.meta["val"]) for n in border if not part.is_wide(n))  # others are there anyway
     if tokens is not None:
         count = -(-rows // tokens)
@@ -156,11 +140,11 @@ def _sized(note: Tiled, part: Part, tokens: int | None, finer: int) -> Tiled:
         least = _LEAST_TOKENS.get(part.seed.meta["val"].device.type, 1024)
         count = min(_MOST_TILES, rows // least, finer * -(-working // border_bytes))
         if rows < 2 * least:
-            raise NotTiled(f"{rows} tokens are one tile of {least}")
+            raise LeftWhole(f"{rows} tokens are one tile of {least}")
         if count < 2:
-            raise NotTiled(f"its values take {working} bytes, and what it reads and makes {border_bytes}")
+            raise LeftWhole(f"its values take {working} bytes, and what it reads and makes {border_bytes}")
         if (sums := _sum_bytes(part)) >= working - working // count:
-            raise NotTiled(f"sums of weights' gradients in float32 take {sums} bytes, and its values {working}")
+            raise LeftWhole(f"sums of weights' gradients in float32 take {sums} bytes, and its values {working}")
     how = f"{count} tiles" + ("" if any(n in part.tangents for n in part.outputs) else " of the forward")
     if len([outputs for outputs in passes if outputs]) == 2:
         how += ", wide values again in the backward"
@@ -211,22 +195,11 @@ def _write(gm: GraphModule, part: Part, count: int) -> None:
     if forward:
         made |= write_chunks(loop, part.needed(forward), forward, waits_for_inputs=True)
         marks = {key: part.seed.meta[key] for key in _CHECKPOINTED if key in part.seed.meta}
-        for node in _new(gm, nodes):
+        for node in {*gm.graph.nodes} - {*nodes}:
             node.meta.update(marks)
     if backward:
         needed = part.needed(backward)
         inputs = part.inputs(needed)
         first = next(n for n in nodes if n in part.tangents and n in inputs and is_tensor(n))
         made |= write_chunks(loop, needed, backward, waits_for=first, waits_for_inputs=True)
-    for node, result in made.items():
-        node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in part.steps)
-    for node in _new(gm, nodes):
-        if target_name(node) in PRODUCTS:
-            node.meta[IN_CHUNK] = True
-    erase_unread(gm, nodes)
-    place_in_order(gm)
-
-
-def _new(gm: GraphModule, nodes: Collection[Node]) -> list[Node]:
-    known = set(nodes)
-    return [n for n in gm.graph.nodes if n not in known]
+    put_in_place(loop, made, nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from pathlib import Path
@@ -376,20 +377,57 @@ def test_chunks_of_scores_with_sizes_of_their_own() -> None:
 
 
 class Adapted(nn.Module):
-    """A linear layer that is not trained, with an adapter of rank 4."""
+    """A linear layer that is not trained, with an adapter of rank 4, in the dtypes and order of PEFT's."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, width, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.base(x)
+        return (result + self.up(self.down(x.to(self.down.weight.dtype))) * 2).to(result.dtype)
+
+
+class Attended(nn.Module):
+    """Adapted queries in an attention whose softmax is not fused."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = nn.Linear(64, 64, bias=False).requires_grad_(False)
-        self.down, self.up = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+        self.query = Adapted()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.base(x) + self.up(self.down(x)) * 2).tanh()
+        return torch.softmax(torch.bmm(self.query(x).view(4, 16, 64), x.view(4, 64, 16)), -1)
 
 
-def test_an_adapter_is_no_last_layer() -> None:
-    compiled = torch.compile(Adapted(), backend="aot_hooks", options={"inner": "aten", "chunk": 8})
+def adapted(make: Any) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return make(), torch.randn(64, 64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("make", [Adapted, Attended])
+def test_an_adapter_is_no_last_layer(make: Any) -> None:
+    module, x = adapted(make)
+    run = compiled(module, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error", errors.UnusedWarning)
-        compiled(torch.randn(32, 64)).sum().backward()
-    assert not any(plan.chunked for plan in aot_hooks.last_plans(compiled))
+        run(x).float().sum().backward()
+    assert not notes(run)
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_a_last_layer_with_an_adapter_is_in_chunks(width: int) -> None:
+    """Also one that has not more words than hidden units, whose adapter alone is wider than its inputs."""
+    module, x = adapted(lambda: Adapted(width))
+    labels = torch.arange(64) % width
+    labels[:5] = -100
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(module(x).float(), labels)
+
+    wide = copy.deepcopy(module).double()
+    exact = gradients(wide, lambda x: F.cross_entropy(wide(x), labels), x.double())
+    run = compiled(loss, 16, policy=aot_hooks.KEEP)
+    mine, theirs = (gradients(module, each, x) for each in (run, loss))
+    assert [row.count for row in notes(run)] == [4]
+    assert all(distance(a, c) <= 1.1 * distance(b, c) + 1e-5 for a, b, c in zip(mine, theirs, exact, strict=True))
