@@ -34,7 +34,7 @@ from ..torch_private import aot
 from ..torch_private.values import hint
 from .chunk_loop import Loop, put_in_place, read_sizes_of_inputs, write_chunks
 from .edits import show
-from .expand_losses import expand_losses
+from .expand import LOSSES, expand
 from .live_bytes import LivePoint
 from .regions import PRODUCTS, LeftWhole, Region, depends_on, grown, known_count, outputs_of, seeds_of, tangents_of
 from .words_last import words_last
@@ -105,7 +105,7 @@ def chunked(joint: GraphModule, tokens: int | None, *, finer: int = 1) -> tuple[
         return joint, ()
     found: list[Chunked] = []
     gm = aot.edited_copy(joint)
-    expand_losses(gm.graph)
+    expand(gm, LOSSES)
     read_sizes_of_inputs(gm.graph)
     words_last(gm.graph, {n for seed in _layers(gm, tokens) if _has_loss(seed) for n in _of_its_size(seed)})
     tried: set[str] = set()

@@ -30,8 +30,8 @@ from ..torch_private import aot
 from ..torch_private.values import hint
 from .chunk_loop import Loop, put_in_place, read_sizes_of_inputs, write_chunks
 from .edits import show
+from .expand import SPLITS, expand
 from .regions import LeftWhole, seeds_of
-from .slices import slice_for_split
 from .tile_part import Part, keeps_memory, part_of
 
 # Tokens of a tile at least. Each tile reads and writes the sums of the weights' gradients once, see chunk.py.
@@ -96,7 +96,7 @@ def tiled(
         return joint, ()
     gm = aot.edited_copy(joint)
     read_sizes_of_inputs(gm.graph)
-    slice_for_split(gm)
+    expand(gm, SPLITS)
     found: list[Tiled] = []
     tried: set[str] = set()
     changed = False
