@@ -72,7 +72,11 @@ def _mean(x: Any, **kwargs: Any) -> Any:
 
 def _filled(number: float) -> Callable[..., Any]:
     """`new_zeros` and `new_ones`, which read no value of their first argument."""
-    return lambda x, size, **_: torch.full(size, number, dtype=x.dtype, device=x.device)
+
+    def parts(x: Any, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+        return torch.full(size, number, dtype=dtype or x.dtype, device=device or x.device)
+
+    return parts
 
 
 def _split(x: Any, sizes: Any, dim: int = 0) -> Any:

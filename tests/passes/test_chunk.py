@@ -376,6 +376,18 @@ def test_chunks_of_scores_with_sizes_of_their_own() -> None:
     assert all(row.done for row in notes(run)) and len(notes(run)) == 1
 
 
+def test_a_mask_of_another_dtype_than_its_model_stays_one() -> None:
+    """`new_ones` and `new_zeros` are written anew, in the dtype that the program asks for."""
+    module, (x, labels) = model(), example(64)
+
+    def loss(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen = labels.new_ones(labels.shape, dtype=torch.bool).cumsum(-1) > labels.new_zeros((), dtype=torch.int32)
+        return module(torch.where((seen & (labels != 7)).unsqueeze(-1), x, x.new_zeros(())), labels)
+
+    expected = gradients(module, loss, x, labels)
+    assert_close(gradients(module, compiled(loss), x, labels), expected)
+
+
 class Adapted(nn.Module):
     """A linear layer that is not trained, with an adapter of rank 4, in the dtypes and order of PEFT's."""
 
