@@ -7,16 +7,21 @@
       chunk                    options={"chunk": True}; chunk_float8, chunk_offload with these hooks
       budget 12.3GiB           a budget: of this size, or
       budget as checkpointing  of the measured peak of another row
+      budget total 80GiB       of all that is allocated
 
 The compiled function returns the loss alone, in each way. A model that returns its logits keeps them alive, with chunks
 or without. Each way runs in a process of its own, on the same weights and tokens. `--jobs` of them compile at a time,
 budgets one by one, since they measure their first steps. Then each round runs a step of each way, in an order drawn
 anew. Peaks are over what is allocated before the step: weights, gradients of zero bytes, the optimizer's state. Losses
-of all steps show that ways agree.
+of all steps show that ways agree. A row has the predicted peak beside the measured one wherever there is a plan.
+
+Adapters of a model of 8B: few blocks, few steps. The difference of two numbers of blocks, or of tokens, is what a block
+or a token takes. `--limit` holds the allocator to so many GiB.
 
     python benchmarks/bench_real_step.py --json out/real_step.json       # 8 blocks, 8192 tokens; CUDA, 130 GiB
     python benchmarks/bench_real_step.py --layers 32 --tokens 16384 --jobs 1 --ways chunk_offload,checkpointing
-    python benchmarks/bench_real_step.py --layers 32 --tokens 32768 --lora 16 --ways chunk_checkpointing,chunk_offload
+    python benchmarks/bench_real_step.py --layers 8 --tokens 32768 --lora 16 --warmup 2 --rounds 2 --jobs 2 \\
+        --ways chunk_checkpointing,chunk_offload     # 8 of 32 blocks; again with --layers 4
     python benchmarks/bench_real_step.py --small        # anywhere, without code generation
 """
 
@@ -51,12 +56,12 @@ from measure import (
 import aot_hooks
 
 BUDGET = "budget "  # begins the names of rows with a budget
+TOTAL = "total "  # begins what follows when the budget is of all that is allocated
 AS = "as "  # begins what follows when the budget is another row's peak
 HANDS_ON = ("stock", "checkpointing", "float8", "offload")
 WAYS = (*HANDS_ON, "chunk", *(f"chunk_{way}" for way in HANDS_ON[1:]))
 BUDGETS = ("budget as checkpointing", "budget as chunk_offload", "budget as chunk_checkpointing")
 POLICIES = {"float8": aot_hooks.float8, "offload": lambda: aot_hooks.offload(then=aot_hooks.float8())}
-WARM_UP = 6  # steps; a budget may compile again in the second and in the third
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +71,8 @@ class Setting:
     tokens: int
     vocabulary: int
     lora: int  # rank of the adapters of all linear layers but the head, the only ones trained; 0: all is trained
+    warmup: int  # steps; a budget may compile again in the second and in the third
+    limit: float  # GiB that the allocator may take; 0: all
     device: str
     inner: str
 
@@ -79,9 +86,9 @@ def compiled(model: Any, way: str, budget_bytes: int, setting: Setting) -> Any:
 
     options: dict[str, Any] = {"inner": setting.inner}
     if budget_bytes:
-        return torch.compile(
-            loss, backend="aot_hooks", options=options | {"policy": aot_hooks.budget(f"{budget_bytes}B")}
-        )
+        of = "total" if TOTAL in way else "peak"
+        policy = aot_hooks.budget(**{of: f"{budget_bytes}B"})
+        return torch.compile(loss, backend="aot_hooks", options=options | {"policy": policy})
     chunk, hook = way.startswith("chunk"), way.removeprefix("chunk").removeprefix("_")
     if hook == "checkpointing":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -130,26 +137,32 @@ def serve(connection: Connection, way: str, budget_bytes: int, setting: Setting)
     """A process: warms up and sends its row, then runs a step for every command and sends its ms."""
     try:
         began = time.perf_counter()
+        if setting.limit:
+            whole = torch.cuda.get_device_properties(setting.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(setting.limit * GIB / whole, setting.device)
         step = Step(way, budget_bytes, setting)
         step()
         step()
         first_s = time.perf_counter() - began
-        for _ in range(WARM_UP - 2):
+        for _ in range(setting.warmup - 2):
             step()
         release(step.device)
+        before = torch.cuda.memory_allocated(step.device) if step.device.type == "cuda" else 0
         measured, _ = measure_bytes(lambda: step.loss(step.ids), lambda loss: loss.backward(), step.device)
         step.optimizer.zero_grad(set_to_none=True)
         row = {
             "way": way,
             "peak_bytes": measured.peak,
             "after_forward_bytes": measured.after_forward,
+            "before_bytes": before,
             "logits_bytes": 4 * setting.tokens * setting.vocabulary,
             "first_two_steps_s": first_s,
         }
         if budget_bytes:
-            plan = aot_hooks.last_plans(step.loss)[-1]
-            row |= {"budget_bytes": budget_bytes, "predicted_peak_bytes": plan.peak_bytes}
-            row |= {"predicted_ratio": plan.step_ratio, "chunked": repr(plan.chunked)[:500]}
+            row["budget_bytes"] = budget_bytes
+        if plans := aot_hooks.last_plans(step.loss):
+            row |= {"predicted_peak_bytes": plans[-1].peak_bytes, "chunked": repr(plans[-1].chunked)[:500]}
+            row |= {"predicted_ratio": plans[-1].step_ratio} if budget_bytes else {}
         release(step.device)
         connection.send(row)
         while connection.recv() == "step":
@@ -169,7 +182,7 @@ def budget_of(way: str, rows: dict[str, dict[str, Any]]) -> int:
     """
     if not way.startswith(BUDGET):
         return 0
-    said = way.removeprefix(BUDGET)
+    said = way.removeprefix(BUDGET).removeprefix(TOTAL)
     if not said.startswith(AS):
         return int(float(said.removesuffix("GiB")) * GIB)
     other = rows.get(said.removeprefix(AS), {})
@@ -208,6 +221,8 @@ def measure(ways: list[str], setting: Setting, jobs: int, rounds: int, path: pat
                 process.send("stop")
         result["rows"] = list(rows.values())
         write(path, result)
+    if first is not None:
+        first.send("stop")
     return result
 
 
@@ -232,15 +247,18 @@ def take_times(timed: dict[str, Served], rows: dict[str, dict[str, Any]], rounds
 
 
 def show(result: dict[str, Any], tokens: int) -> str:
-    shown = [["way", "ms", "/ stock", "median", "peak GiB", "tokens/s", "first two s", "last loss"]]
+    shown = [
+        ["way", "ms", "/ stock", "median", "peak GiB", "predicted", "total GiB", "tokens/s", "first two s", "last loss"]
+    ]
     for row in result["rows"]:
         if "error" in row:
-            shown.append([row["way"], row["error"][:90], *[""] * 6])
+            shown.append([row["way"], row["error"][:90], *[""] * 8])
             continue
         ratios = [f"{row[key]:.3f}" if key in row else "" for key in ("ratio", "median_ratio")]
-        peak, speed = f"{row['peak_bytes'] / GIB:.3f}", f"{1e3 * tokens / row['ms']:.0f}"
+        sizes = row["peak_bytes"], row.get("predicted_peak_bytes", 0), row["before_bytes"] + row["peak_bytes"]
+        peaks = [f"{nbytes / GIB:.3f}" for nbytes in sizes]
         rest = [f"{row['first_two_steps_s']:.0f}", f"{row['losses'][-1]:.4f}"]
-        shown.append([row["way"], f"{row['ms']:.1f}", *ratios, peak, speed, *rest])
+        shown.append([row["way"], f"{row['ms']:.1f}", *ratios, *peaks, f"{1e3 * tokens / row['ms']:.0f}", *rest])
     return format_columns(shown)
 
 
@@ -256,11 +274,13 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join((*WAYS, *BUDGETS)))
     parser.add_argument("--jobs", type=int, default=3, help="processes that compile, and hold a model, at a time")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=6, help="steps before the peak is measured, at least 2")
+    parser.add_argument("--limit", type=float, default=0.0, help="GiB that a process may allocate; 0: all")
     options = parser.parse_args()
     ways = options.ways.split(",")
     if wrong := {way for way in ways if not way.startswith(BUDGET)} - set(WAYS):
         parser.error(f"no way is called {', '.join(sorted(wrong))}; there are {', '.join(WAYS)}, and budgets")
-    small = Setting(2, 64, 1024, 16384, options.lora, "cpu", "aten")
+    small = Setting(2, 64, 1024, 16384, options.lora, options.warmup, 0.0, "cpu", "aten")
     setting = small if options.small else Setting(*(getattr(options, f.name) for f in dataclasses.fields(Setting)))
     result = measure(ways, setting, options.jobs, options.rounds, options.json)
     print(show(result, setting.tokens))
