@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable

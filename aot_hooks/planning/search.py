@@ -15,7 +15,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Plan
@@ -23,16 +23,13 @@ from .options import Graphs
 from .solver import Solution, solve
 from .step import ALONE, KEPT, Step
 
-_PARTITIONS = 2  # choices of what to recompute that are tried
-_PARTITIONS_OF_MANY = 6  # likewise, for a graph that many calls of a step run: what it is off by counts as often
-_LOWER = 0.92  # share of the peak that the last of these asks for: 16 calls in 3.7 GiB then took 1.19, not 1.21
-_ATTEMPTS = 5  # choices of hooks for each
-_ROUNDING = 1e-6  # of ratios of sums
-# Near the lowest peak, the recomputation program may predict too many bytes, by up to this share. So the choice for a
-# peak that is higher by it is tried as well, if it saves this share of the time.
-_TOO_MUCH, _SHORTER = 0.03, 0.004
-_LESS = 0.003  # of the peak that each attempt asks for less, for what changes with the choice
-NEAR = 0.98  # of the peak: a plan this near to it is not improved
+_PARTITIONS = 2  # So many choices of what to recompute are tried.
+_PARTITIONS_OF_MANY = 4  # Likewise, for a graph that many calls of a step run: what it is off by counts as often.
+_ATTEMPTS = 4  # So many choices of hooks are tried for each of them, at most.
+_ROUNDING = 1e-6  # Ratios of sums differ by this share.
+_MORE = 1.05  # Times what a plan is over a limit: the next one is asked for as much less.
+_LESS = 0.003  # The share of the peak that each attempt asks for less, for what changes with the choice.
+NEAR = 0.98  # The share of the peak that a plan takes at least, if it is not improved.
 
 
 @dataclass(frozen=True)
@@ -59,28 +56,44 @@ class Tried:
         return in_time and (limits.peak is None or self.peak <= limits.peak)
 
 
+class Found(NamedTuple):
+    """What a search has found.
+
+    Attributes:
+        best: the best plan that fits, None if there is none.
+        least: the one with the lowest peak.
+        bound_ms: no choice under the peak is faster, by the relaxed program; 0 if it knows none.
+        predicted: the peak that the first program predicts.
+    """
+
+    best: Tried | None
+    least: Tried
+    bound_ms: float = 0.0
+    predicted: int = 0
+
+
 def search(
     step: Step,
     limits: Limits,
     partitioned: Callable[[Solution], tuple[Graphs, Step]],
     tried: Callable[[Graphs, Solution, Step, Solution], Tried],
-) -> tuple[Tried | None, Tried]:
-    """The best plan that fits, None if none was found, and the one with the lowest peak.
+) -> Found:
+    """The best plan that fits, and the one with the lowest peak.
 
     Without a peak, the program's lowest one is tried first. If the graphs take clearly more than it says, it is asked
     for peaks in between, until one can't be reached.
     """
-    if limits.peak is not None:
-        return _search(step, limits, partitioned, tried)[:2]
-    best, least, low = _search(step, limits, partitioned, tried)
-    while best is not None and low < NEAR * best.peak:
+    found = _search(step, limits, partitioned, tried)
+    low = found.predicted
+    while limits.peak is None and found.best is not None and low < NEAR * found.best.peak:
+        best = found.best
         middle = (low + best.peak) // 2
-        lower, other, _ = _search(step, dataclasses.replace(limits, peak=middle), partitioned, tried)
-        found = [one for one in (lower, other) if one is not None and one.fits(limits) and one.peak < best.peak]
-        best = least = min(found, key=operator.attrgetter("peak"), default=best)
-        if lower is None:
-            low = middle
-    return best, least
+        lower = _search(step, dataclasses.replace(limits, peak=middle), partitioned, tried)
+        for one in (lower.best, lower.least):
+            best = best if one is None or not one.fits(limits) else min(best, one, key=operator.attrgetter("peak"))
+        found = Found(best, best)
+        low = middle if lower.best is None else low
+    return found
 
 
 def _search(
@@ -88,67 +101,53 @@ def _search(
     limits: Limits,
     partitioned: Callable[[Solution], tuple[Graphs, Step]],
     tried: Callable[[Graphs, Solution, Step, Solution], Tried],
-) -> tuple[Tried | None, Tried, int]:
-    """`search` for one peak, or for the program's lowest one; also the peak that the first program predicts.
+) -> Found:
+    """`search` for one peak, or for the program's lowest one.
 
     First it chooses what to recompute, with a guess of the hooks, then the hooks for the graphs that result. These
-    graphs, rewritten, show the program's error at each position, which is added before the next solve. If no plan fits
-    after some attempts, the lowest peak is tried.
+    graphs, rewritten, show the program's error. If all are over the peak, the program is asked for a lower one, and if
+    they stay far below it, for a higher one. If no plan fits, the lowest peak is tried.
     """
-    all_tried: list[Tried] = []
-    limit = None if limits.peak is None else float(limits.peak)
+    asked = None if limits.peak is None else float(limits.peak)
     max_ms = None if math.isinf(limits.slowdown) else step.ms * limits.slowdown / limits.casts
+    solved = functools.partial(solve, step, max_error=limits.error, max_ms=max_ms)
     low, high = -math.inf, math.inf  # the last limit whose graphs fitted, and the last one whose graphs did not
-    reached: int | None = 0
-    partitions = _PARTITIONS if step.moments == ALONE else _PARTITIONS_OF_MANY
-    shorter: Solution | None = None
-    known: dict[tuple[int, ...], list[Tried]] = {}  # by the options of the choice of what to recompute
-    predicted = step.peak_bytes
-    for attempt in range(partitions + 1):
-        last = attempt == partitions
-        if last and any(one.fits(limits) for one in all_tried):
+    all_tried: list[Tried] = []
+    first: Solution | None = None
+    known: set[tuple[int, ...]] = set()  # choices of what to recompute, by their options
+
+    def try_for(peak: float | None) -> tuple[Solution, list[Tried]]:
+        nonlocal first
+        chosen = solved(peak=peak) or nothing(step)  # no time at all
+        first = first or chosen
+        if (options := tuple(map(id, chosen.options))) in known:
+            return chosen, []
+        known.add(options)
+        graphs, own = partitioned(chosen)
+        found = [*_hooked(own, limits, max_ms, functools.partial(tried, graphs, chosen))]
+        all_tried.extend(found)
+        return chosen, found
+
+    for _ in range(_PARTITIONS if step.moments == ALONE else _PARTITIONS_OF_MANY):
+        chosen, found = try_for(asked)
+        if asked is None or limits.peak is None or not found:  # none is as fast as was predicted
             break
-        # calls begin their backward with nothing fetched; the program may not know how early they read it
-        early = attempt % 2 == 1 and reached is None and step.moments != ALONE
-        peak = None if last else limit
-        chosen = shorter or solve(step, peak=peak, max_error=limits.error, max_ms=max_ms, fetch_early=early)
-        chosen = chosen or nothing(step)  # no time at all
-        predicted = min(predicted, chosen.peak_bytes)
-        options = tuple(map(id, chosen.options))
-        if options not in known:
-            graphs, own = partitioned(chosen)
-            known[options] = list(_hooked(own, limits, max_ms, functools.partial(tried, graphs, chosen)))
-        found = known[options]
-        all_tried += found
-        if last or limit is None or limits.peak is None or not found:  # none is as fast as was predicted
-            break
-        reached = max((one.peak for one in found if one.fits(limits)), default=None)
-        if reached is None:
-            high = limit
-            limit -= 1.05 * _over(found, limits.peak)
-        elif reached < NEAR * limits.peak and set(chosen.options) != {KEPT}:  # less to recompute may do
-            low = limit
-            limit += NEAR * limits.peak - reached
-        elif attempt == 0 and step.moments == ALONE:
-            low = limit
-            limit *= 1 + _TOO_MUCH
-            shorter = solve(step, peak=limit, max_error=limits.error, max_ms=max_ms, under=True)
-            if shorter is None or shorter.ms > (1 - _SHORTER) * chosen.ms:
-                break
-            continue
+        most = max((one.peak for one in found if one.fits(limits)), default=None)
+        if most is None:
+            high, asked = asked, asked - _MORE * _over(found, limits.peak)
+        elif most < NEAR * limits.peak and set(chosen.options) != {KEPT}:  # less to recompute may do
+            low, asked = asked, asked + NEAR * limits.peak - most
         else:
             break
-        shorter = None
-        if not low < limit < high:
-            limit = (low + high) / 2 if math.isfinite(low + high) else _LOWER * limit
-        if attempt == _PARTITIONS_OF_MANY - 2:  # what is far from these may be faster
-            limit = _LOWER * limits.peak
-
+        if not low < asked < high:
+            asked = (low + high) / 2 if math.isfinite(low + high) else NEAR * limits.peak
+    if limits.peak is not None and not any(one.fits(limits) for one in all_tried):
+        try_for(None)
     if min((one.peak for one in all_tried), default=math.inf) > step.peak_bytes:  # the program was wrong about all
         graphs, own = partitioned(nothing(step))
         all_tried.append(tried(graphs, nothing(step), own, nothing(own)))
-
-    return *_best_and_least(all_tried, limits), predicted
+    predicted, bound_ms = (step.peak_bytes, 0.0) if first is None else (first.peak_bytes, first.bound_ms)
+    return Found(*_best_and_least(all_tried, limits), bound_ms, min(step.peak_bytes, predicted))
 
 
 def _over(found: Sequence[Tried], peak: int) -> int:
@@ -180,53 +179,38 @@ def _hooked(
 ) -> Iterator[Tried]:
     """Attempts with hooks for the values of `step`, each nearer to the limits.
 
-    An attempt tells how far the program was off. There are two ways to do better: add at each position what it was off
-    there, or ask the program as it was for a lower peak. The first is wrong for other hooks, the second too careful
-    elsewhere, so the faster of the two plans is tried. Where an attempt stays far below the peak, the program that it
-    came from is asked for a higher one.
+    An attempt tells how far the program was off at each position, which is added before the next solve. Where an
+    attempt stays far below the peak, the program that it came from is asked for a higher one.
     """
-    solved = functools.partial(solve, max_error=limits.error)
-    asked = math.inf if limits.peak is None else limits.peak
-    programs: list[tuple[Step, float]] = [(step, asked)]  # with the peak that each is asked for
+    program, asked = step, math.inf if limits.peak is None else float(limits.peak)
     fitted = False
-    known: dict[tuple[int, ...], Tried] = {}  # by the options, which are those of `step` in all programs
+    known: set[tuple[int, ...]] = set()  # choices that were tried, by their options, which all programs share
     for attempt in range(_ATTEMPTS):
-        plans: list[tuple[bool, float, int, Solution]] = []
-        if limits.peak is not None and (fitted or attempt < _ATTEMPTS - 1):
-            for used, (program, asked) in enumerate(programs):
-                if (one := solved(program, peak=asked, max_ms=max_ms, under=used > 0)) is not None:
-                    plans.append((one.peak_bytes > asked + 1, one.ms, used, one))
-        if not plans and (one := solved(programs[-1][0], peak=None, max_ms=max_ms)) is not None:
-            plans = [(True, one.ms, len(programs) - 1, one)]
-        if not plans:
+        lowest = limits.peak is None or (attempt == _ATTEMPTS - 1 and not fitted)
+        solution = None
+        if not lowest:
+            solution = solve(program, peak=asked, max_error=limits.error, max_ms=max_ms)
+        if solution is None:
+            solution = solve(program, peak=None, max_error=limits.error, max_ms=max_ms)
+        if solution is None or (options := tuple(map(id, solution.options))) in known:
             return
-        *_, used, solution = min(plans, key=operator.itemgetter(0, 1, 2))
-        program, asked = programs[used]
-        options = tuple(map(id, solution.options))
-        if options not in known:
-            known[options] = tried(program, solution)
-            yield known[options]
-        found = known[options]
+        known.add(options)
+        found = tried(program, solution)
+        yield found
         if limits.peak is None or (fitted and not found.fits(limits)):  # with more, it no longer does
             return
-        fitted = fitted or found.fits(limits)
         if attempt == 0 and solution.peak_bytes > (1 + _LESS) * limits.peak:  # out of reach
             return
-        if found.fits(limits) and (found.peak >= NEAR * limits.peak or set(solution.options) == {KEPT}):
-            return
-        if fitted:  # the program was too careful
-            programs = [(program, asked + limits.peak - found.peak)]
+        if found.fits(limits):
+            if found.peak >= NEAR * limits.peak or set(solution.options) == {KEPT}:
+                return
+            fitted, asked = True, asked + limits.peak - found.peak  # the program was too careful
             continue
-        if used == 0:
-            over = found.peak - limits.peak
-            # a program that is asked for a few bytes less gives the same plan again
-            less = max(1.05 * over, (attempt + 1) * _LESS * limits.peak) if over > 0 else 0
-            programs[0] = (step, asked - less)
         off = _prediction_errors(found.live, step.nodes, solution.live)
-        corrected = dataclasses.replace(program, live=tuple(map(operator.add, program.live, off)))
-        programs[1:] = [(corrected, limits.peak * (1 - (attempt + 1) * _LESS))]
+        program = dataclasses.replace(program, live=tuple(map(operator.add, program.live, off)))
+        asked = limits.peak * (1 - (attempt + 1) * _LESS)
         if max_ms is not None and found.plan.before_ms:
-            max_ms -= 1.05 * max(0.0, found.plan.after_ms - found.plan.before_ms * limits.slowdown)
+            max_ms -= _MORE * max(0.0, found.plan.after_ms - found.plan.before_ms * limits.slowdown)
 
 
 def _prediction_errors(points: Sequence[LivePoint], nodes: Sequence[str], predicted: Sequence[int]) -> list[int]:

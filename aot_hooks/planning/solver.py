@@ -54,6 +54,7 @@ class Solution:
         peak_bytes: of the step, with what is alive beside the graph.
         ms: predicted time of the step.
         error: predicted relative error of the gradient.
+        bound_ms: no choice under the peak is faster, by the relaxed program; 0 if that is over the peak.
     """
 
     options: tuple[Option, ...]
@@ -61,6 +62,7 @@ class Solution:
     peak_bytes: int
     ms: float
     error: float
+    bound_ms: float = 0.0
 
 
 def solve(
@@ -70,7 +72,6 @@ def solve(
     max_error: float = math.inf,
     max_ms: float | None = None,
     under: bool = False,
-    fetch_early: bool = False,
 ) -> Solution | None:
     """The fastest choice whose peak is at most `peak` bytes; with `peak=None` the lowest peak that `max_ms` allows.
 
@@ -81,8 +82,6 @@ def solve(
         max_error: predicted relative error of the gradient.
         max_ms: the most that the step may take.
         under: return None, in a tenth of the time, if the relaxed program is over the peak already.
-        fetch_early: what is read to compute another value again is fetched before all of its segment is, not before
-            its own first reader. Which is right depends on the order that the graphs get.
 
     Returns None if no choice is within `max_error` and `max_ms`.
     """
@@ -90,17 +89,19 @@ def solve(
     waits = _add_host(model)
     _add_sources(model)
     _note_bytes(model)
-    _note_early_reads(model, fetch_early=fetch_early)
+    _note_early_reads(model)
     alive = _add_peaks(model)
     program = model.program
     if math.isfinite(max_error):
         _add_errors(model, max_error)
     if max_ms is not None:
         program.row({c: o.ms for c, (_, o) in enumerate(model.choices)} | waits, -math.inf, max_ms - step.device_ms)
-    if under and ((relaxed := program.solved(0)) is None or relaxed[program.over] > MOST_OVER):
+    relaxed = program.solved(0)
+    if relaxed is None or (under and relaxed[program.over] > MOST_OVER):
         return None
-    x = integer_solution(program, [own for own in model.columns if own], _ROOM * model.allowed)
-    return None if x is None else _solution(model, alive, x)
+    x = integer_solution(program, relaxed, [own for own in model.columns if own], _ROOM * model.allowed)
+    bound = program.objective(relaxed) if peak is not None and relaxed[program.over] <= MOST_OVER else 0.0
+    return None if x is None else _solution(model, alive, x, bound)
 
 
 @dataclass(eq=False)
@@ -206,22 +207,12 @@ def _note_bytes(model: _Model) -> None:
             model.work[v, value.first][c] = max(0, option.work_bytes + option.packed_bytes - value.nbytes) / _MIB
 
 
-def _note_early_reads(model: _Model, *, fetch_early: bool) -> None:
+def _note_early_reads(model: _Model) -> None:
     """Note that a value is back when another one is computed again from it, before its own first reader."""
-    program = model.program
     for u, c in model.early.items():
         value, start = model.step.values[u], model.starts[u]
         model.change[start][c] += value.nbytes / _MIB
         model.change[value.first][c] -= value.nbytes / _MIB
-        links = {k: o.link_bytes / _MIB for k in model.columns[u] if (o := model.choices[k][1]).link_bytes}
-        if links and fetch_early:  # what is fetched early: all that was sent, if the value is read early
-            most = max(links.values())
-            fetched_early = program.column(0, most)
-            program.row({fetched_early: 1.0} | {k: -mib for k, mib in links.items()}, -math.inf, 0)
-            program.row(links | {fetched_early: -1.0, c: most}, -math.inf, most)
-            program.row({fetched_early: 1.0, c: -most}, -math.inf, 0)
-            model.fetched[start][fetched_early] = 1.0
-            model.fetched[value.first][fetched_early] = -1.0
 
 
 def _add_peaks(model: _Model) -> list[_Terms]:
@@ -270,8 +261,8 @@ def _add_errors(model: _Model, max_error: float) -> None:
     program.row(terms, 0, _UNITS * max_error**2 + 1e-9)
 
 
-def _solution(model: _Model, alive: Sequence[_Terms], x: Any) -> Solution:
-    """The choice that the columns `x` stand for. `alive`: of `_add_peaks`."""
+def _solution(model: _Model, alive: Sequence[_Terms], x: Any, bound: float) -> Solution:
+    """The choice that the columns `x` stand for. `alive`: of `_add_peaks`; `bound`: its `bound_ms`."""
     step, groups = model.step, model.groups
     options = [KEPT] * len(step.values)
     for c, (v, option) in enumerate(model.choices):
@@ -296,7 +287,8 @@ def _solution(model: _Model, alive: Sequence[_Terms], x: Any) -> Solution:
     one, held_at = step.bytes_of(found), _held_at(model)
     if held_at is not None:  # what waits to be sent at the end of the forward is gone before another call
         one = one._replace(held=round(step.bytes_of(step.live).held + _MIB * x[model.deltas[held_at]]))
-    return Solution(tuple(options), found, one.peak(step.moments), step.ms_with(options), _error(step, options))
+    ms, error = step.ms_with(options), _error(step, options)
+    return Solution(tuple(options), found, one.peak(step.moments), ms, error, bound)
 
 
 def _recompute_error_rows(model: _Model) -> _Terms:

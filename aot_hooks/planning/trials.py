@@ -49,11 +49,12 @@ from .kernels import hold_kernels, join_kernels, split_kernels, unpack_early, wr
 from .options import Graphs, Joint, step_of
 from .reasons import Chosen, infeasible, policy_of, recomputations, warn_of_least, with_recomputed
 from .recipe import Recipe, Refused, chosen_again, picks_of
-from .search import NEAR, Limits, Tried, nothing, search
+from .search import NEAR, Found, Limits, Tried, nothing, search
 from .solver import Solution
 from .step import ALONE, COMPUTED, RECOMPUTE, Moment, Step
 
 _MANY = 63  # So many other calls of a graph are assumed while nobody knows how many there are.
+_NEAR = 0.003  # A plan whose time is at most this share above the relaxed program's is good enough.
 _UNKNOWN = (Moment("forward", _MANY), Moment("backward", _MANY))
 
 
@@ -122,9 +123,10 @@ class Trials:
             if not budget.least and not least.fits(limits):
                 raise Refused(_over(least, limits))
             return least
-        best, least = search(self.step, limits, self._partitioned, self._tried)
+        found = search(self.step, limits, self._partitioned, self._tried)
+        best, least = found.best, found.least
         if not budget.wholes:  # in a step of many calls these are judged by the whole step
-            best, least = self._or_typed(best, least)
+            best, least = self._or_typed(found)
         if best is None and self.peak is not None and least.fits(replace(limits, peak=self.peak)):
             return least  # nothing is tighter; the next steps are measured again
         if best is not None or budget.least:
@@ -220,14 +222,17 @@ class Trials:
             rows = tuple(d if d.hook is KEEP else replace(d, reason=f"budget: {way}; {d.reason}") for d in rows)
             yield replace(one, plan=replace(one.plan, decisions=rows, recipe=Recipe(typed=(again, way.name))))
 
-    def _or_typed(self, best: Tried | None, least: Tried) -> tuple[Tried | None, Tried]:
-        """`best` and `least` of a search, or better ones that a user can type.
+    def _or_typed(self, found: Found) -> tuple[Tried | None, Tried]:
+        """The best and the least of a search, or better ones that a user can type.
 
-        What holds the least in a step of many calls is one of these only if it holds no more than the inputs of a call.
+        The relaxed program has all means but blocks that are computed again. So where the best is near its bound only
+        these are tried. What holds the least in a step of many calls holds no more than the inputs of a call.
         """
-        limits = self.limits
-        tried = [way for way in self._ways() if not self.budget.least or way.again == WHOLE_BLOCKS]
-        for again, found in itertools.groupby(tried, operator.attrgetter("again")):
+        limits, best, least = self.limits, found.best, found.least
+        near = best is not None and best.plan.after_ms <= (1 + _NEAR) * found.bound_ms
+        blocks = [WHOLE_BLOCKS] if self.budget.least else [BLOCKS, WHOLE_BLOCKS]
+        tried = [way for way in self._ways() if way.again in blocks or not (near or self.budget.least)]
+        for again, several in itertools.groupby(tried, operator.attrgetter("again")):
             if limits.peak is None:
                 peak, most_ms = least.peak * (1 - GAIN), self.before_ms * limits.slowdown
             else:
@@ -235,7 +240,7 @@ class Trials:
                 peak, most_ms = float(limits.peak), (1 - GAIN) * now
                 if best is not None and best.plan.step_ratio <= 1 + GAIN:
                     break
-            for one in self._typed(again, [*found], peak, most_ms):
+            for one in self._typed(again, [*several], peak, most_ms):
                 if not one.fits(limits):
                     least = min(least, one, key=operator.attrgetter("peak"))
                 elif limits.peak is None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import aot_hooks
 from aot_hooks.planning import trials
-from aot_hooks.planning.search import Limits, search
+from aot_hooks.planning.search import Found, Limits, search
 
 
 def model() -> tuple[nn.Module, torch.Tensor]:
@@ -41,7 +41,7 @@ def test_what_exact_means_reach_is_reached_with_all_means(monkeypatch: pytest.Mo
 
         search(step, limits, partitioned, noted)
         worst = max(found, key=lambda one: one.peak)
-        return worst, worst
+        return Found(worst, worst)
 
     assert least() <= exact
     monkeypatch.setattr(trials, "search", poor)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import aot_hooks
 from aot_hooks.planning import candidates, trials
 from aot_hooks.planning.budget import ALLOWED
+from aot_hooks.planning.search import Found
 from aot_hooks.planning.step import Option, Step, Value
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
@@ -34,7 +35,7 @@ def nothing_found(step, limits, partitioned, tried):
     """A search that finds the choice to keep everything, whatever is asked for."""
     graphs, own = partitioned(trials.nothing(step))
     kept = tried(graphs, trials.nothing(step), own, trials.nothing(own))
-    return (kept if kept.fits(limits) else None), kept
+    return Found(kept if kept.fits(limits) else None, kept)
 
 
 @pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 3, 4, 5))])
