@@ -26,8 +26,9 @@ from .cache.lookup import without_collections
 from .errors import OptionError
 from .graphs.nodes import crosses_twice, donates
 from .graphs.repeats import draws
-from .graphs.roofline import predicted_ms
+from .graphs.roofline import node_ms, predicted_ms
 from .graphs.saved import SavedTensor
+from .graphs.speeds import measured_rates
 from .hook import KEEP, Hook
 from .offloading import transfers
 from .offloading.placement import decide_at_run_time
@@ -44,7 +45,7 @@ from .passes.rewrite import RewriteOptions, rewrite
 from .passes.tile import Tiled, tiled
 from .passes.units import Tracer, tracer
 from .planning.assignment import Assignment
-from .planning.chunks import CHUNK, TILE, Stock, with_chunks
+from .planning.chunks import CHUNK, TILE, with_chunks
 from .planning.kernels import split_and_hold
 from .planning.options import Graphs, Joint
 from .planning.planner import Planner, is_budget
@@ -286,7 +287,7 @@ class _Partitioning:
         setting: Any = self.hooks.setting
         with without_collections():
             chosen = [name for name in (CHUNK, TILE) if getattr(self.asked.options, name)]
-            ways = self.within, self.form_without_hooks
+            ways = self.within, self.form_without_hooks, self.ms_of_nodes
             fw, bw, plan = with_chunks(setting.rule, self.joint, *ways, chosen, self.shared.forms)
             plan = dataclasses.replace(plan, **_rows([*self.notes, *plan.chunked, *plan.tiled]))
         return self._finished(fw, bw, plan)
@@ -320,10 +321,14 @@ class _Partitioning:
         stock = self.shared.stocks[self.joint]
         return stock.live, stock.ms
 
-    def form_without_hooks(self, gm: GraphModule) -> Stock:
-        """What `gm`, one form of the joint graph, takes. It tells what chunks and tiles gain, and what they cost."""
+    def form_without_hooks(self, gm: GraphModule) -> tuple[LivePoint, ...]:
+        """The live bytes of `gm`, one form of the joint graph. They tell what chunks and tiles gain."""
         self.joint_of(gm).graphs()
-        return Stock(self.shared.stocks[gm].live, self.shared.stocks[gm].ms)
+        return self.shared.stocks[gm].live
+
+    def ms_of_nodes(self, gm: GraphModule) -> float:
+        """The time of the nodes of `gm`, one form of the joint graph. It tells what chunks and tiles cost."""
+        return sum(node_ms(gm, measured_rates, self.fused, fuse_loops=True).values())
 
 
 def _may_round(rule: Any) -> bool:

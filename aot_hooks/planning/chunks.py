@@ -8,11 +8,12 @@
 
 Both are exact: the same sums in another order. A step that fits as it is stays as it is. Peaks and times of all are
 predicted in the same way. Times are over that of the step without hooks, chunks and tiles. A form that is too slow
-without hooks is not planned: a plan of each form takes as long as the plan of the joint graph as it is.
+without hooks is neither split nor planned: that takes as long as for the joint graph as it is.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -54,13 +55,6 @@ class Within(Protocol):
     def __call__(self, gm: GraphModule, lenient: bool, follows: bool | None = None) -> Planned: ...
 
 
-class Stock(NamedTuple):
-    """A joint graph without hooks."""
-
-    live: Sequence[LivePoint]
-    ms: float  # 0.0 if the device's speed is unknown
-
-
 _Made = dict[tuple[GraphModule, int | str], tuple[GraphModule, tuple[Any, ...]]]
 """Joint graphs in chunks or tiles with their rows, by the graph before and the kind: several plans share them."""
 
@@ -97,7 +91,8 @@ class _Search:
     Attributes:
         means: those of chunks and tiles that may be planned.
         within: plans a joint graph.
-        stock: says what a joint graph takes without hooks.
+        stock: the live bytes of a joint graph without hooks.
+        ms_of: the time of the nodes of a joint graph, without splitting it.
         tightest: the form whose step without hooks has the lowest peak, `lowest` bytes.
         best, taken: the best plan so far, and its form.
         chunks, parts: what is known of last layers and parts that the best plan has not in chunks or tiles.
@@ -106,7 +101,9 @@ class _Search:
     budget: Assignment
     means: Collection[str]
     within: Within
-    stock: Callable[[GraphModule], Stock]
+    stock: Callable[[GraphModule], Sequence[LivePoint]]
+    ms_of: Callable[[GraphModule], float]
+    joint: GraphModule
     tightest: _Form
     lowest: int
     taken: _Form
@@ -125,7 +122,7 @@ class _Search:
 
     def lowers(self, form: _Form) -> bool:
         """Whether the step without hooks has a lower peak in this form. If so, the form is the tightest."""
-        peak = _peak(self.stock(form.gm).live)
+        peak = _peak(self.stock(form.gm))
         if peak > _LOWER * self.lowest:
             return False
         self.lowest, self.tightest = peak, form
@@ -134,10 +131,8 @@ class _Search:
     def is_fine_enough(self, form: _Form) -> bool:
         """Take the plan of this form if it is better. Returns whether no finer one is tried.
 
-        That is so if the plan has no hooks, or if the form is too slow: finer ones are slower.
+        That is so if the plan has no hooks.
         """
-        if self.is_too_slow(form):
-            return True
         one = self.tried(form)
         if one is None or not _is_in_time(self.budget, _ratio(one.plan), self.whole):
             return False
@@ -146,11 +141,12 @@ class _Search:
         return all(d.hook is KEEP for d in one.plan.decisions)
 
     def is_too_slow(self, form: _Form) -> bool:
-        """Whether no plan of this form can be taken: hooks are counted to save no more time than they do without it."""
+        """Whether no plan of this form, or of a finer one, can be taken: hooks save no time by what is counted."""
         if self.best is None or self.whole is None or not self.whole.plan.before_ms:
             return False
-        ms = min(1.0, _ratio(self.whole.plan)) * self.stock(form.gm).ms
-        if not _is_in_time(self.budget, ms / self.whole.plan.before_ms, self.whole):
+        before_ms = self.whole.plan.before_ms
+        ms = before_ms + self.ms_of(form.gm) - self.ms_of(self.joint)
+        if not _is_in_time(self.budget, min(1.0, _ratio(self.whole.plan)) * ms / before_ms, self.whole):
             return True
         return not _is_for_lowest(self.budget) and ms > (1 + _GAIN) * self.best.plan.after_ms
 
@@ -158,7 +154,7 @@ class _Search:
         if CHUNK in self.means:
             form = joint.chunked(1)
             self.chunks = form.chunks
-            done = bool(form.finer) and self.lowers(form) and self.is_fine_enough(form)
+            done = bool(form.finer) and (self.is_too_slow(form) or (self.lowers(form) and self.is_fine_enough(form)))
             if self.chunks and not done and (finer := self.in_finer_chunks(joint)) is not None:
                 self.is_fine_enough(finer)
         if TILE in self.means:
@@ -167,7 +163,9 @@ class _Search:
                 form = base.tiled(how)
                 if not self.parts or not any(row.done for row in form.parts):
                     self.parts = form.parts
-                if not form.parts or (form.tiles and self.lowers(form) and self.is_fine_enough(form)):
+                if not form.parts or (form.tiles and self.is_too_slow(form)):
+                    break
+                if form.tiles and self.lowers(form) and self.is_fine_enough(form):
                     break
         if self.best is None and self.budget.lenient:
             form = self.tightest
@@ -197,7 +195,8 @@ def with_chunks(
     budget: Assignment,
     joint: GraphModule,
     within: Within,
-    stock: Callable[[GraphModule], Stock],
+    stock: Callable[[GraphModule], Sequence[LivePoint]],
+    ms_of: Callable[[GraphModule], float],
     chosen: Collection[str] = (),
     made: _Made | None = None,
 ) -> Planned:
@@ -208,14 +207,15 @@ def with_chunks(
 
     Args:
         within: plans a joint graph.
-        stock: says what a joint graph takes without hooks.
+        stock: the live bytes of a joint graph without hooks.
+        ms_of: the time of the nodes of a joint graph, without splitting it.
         chosen: "chunk" or "tile" if the user has chosen how `joint` has them.
         made: the graphs in chunks and tiles that other plans of `joint` have made; None: there are none.
     """
     means = {CHUNK, TILE} & {*budget.allow} - {*chosen}
     if not means:
         return within(joint, True)
-    points = stock(joint).live  # and merges what repeats in `joint`
+    points = stock(joint)  # and merges what repeats in `joint`
     top = max(points, key=lambda point: point.live_bytes, default=None)
     peak_node = "" if top is None else top.node
     if budget.recipe is not None:
@@ -224,7 +224,7 @@ def with_chunks(
         except Refused as e:
             warn_of_refused(budget, e)
     form = _Form(joint, {} if made is None else made)
-    search = _Search(budget, means, within, stock, form, _peak(points), form)
+    search = _Search(budget, means, within, stock, functools.cache(ms_of), joint, form, _peak(points), form)
     search.best = search.whole = whole = search.tried(form)
     if whole is not None and _fits_as_it_is(budget, whole.plan):
         return whole

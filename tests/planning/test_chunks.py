@@ -213,9 +213,9 @@ def test_chunks_that_are_too_slow_without_hooks_are_not_planned(
         seen.append(gm)
         return trials.Planned(gm, gm, aot_hooks.Plan((), before_ms=10.0, after_ms=11.0 if gm is joint else ms))
 
-    def stock(gm: GraphModule) -> chunks.Stock:
-        return chunks.Stock((LivePoint("forward", "mm", peaks[gm], "", ""),), times[gm])
+    def stock(gm: GraphModule) -> tuple[LivePoint, ...]:
+        return (LivePoint("forward", "mm", peaks[gm], "", ""),)
 
-    found = chunks.with_chunks(Assignment.of(budget("1MiB")), joint, within, stock)
+    found = chunks.with_chunks(Assignment.of(budget("1MiB")), joint, within, stock, times.__getitem__)
     assert seen == [joint, in_chunks][:planned]
     assert found.fw is seen[-1]
