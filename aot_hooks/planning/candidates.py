@@ -278,9 +278,8 @@ class Simulation:
             if graphs is None:
                 continue
             for way in able:
-                one = self._typed(graphs, way, rates if way.sends else None)
-                if one is not None and one.step.call_ms < (most_ms if best is None else best.step.call_ms):
-                    best = one
+                now_ms = most_ms if best is None else best.step.call_ms
+                best = self._typed(graphs, way, rates if way.sends else None, now_ms) or best
         return best
 
     def _ways(self) -> list[Way]:
@@ -289,8 +288,8 @@ class Simulation:
         rounded = [way.form for way in found if isinstance(way.form, Hook) and error_of(way.form)]
         return [way for way in found if way.form is rounded[0] or way.form not in rounded] if rounded else found
 
-    def _typed(self, graphs: Graphs, way: Way, rates: Rates | None) -> Typed | None:
-        """One way, with as few copies as its peak needs; None if it is over the peak."""
+    def _typed(self, graphs: Graphs, way: Way, rates: Rates | None, most_ms: float) -> Typed | None:
+        """One way, with as few copies as its peak needs; None if it is over the peak, or a call takes `most_ms`."""
         across = way.sends and way.again != BLOCKS  # inputs of blocks are few bytes: every call sends all of them
         limits: dict[str, Any] = {"in_flight_bytes": _IN_FLIGHT, "min_bytes": _MIN_BYTES, "rates": rates}
         if across:
@@ -308,10 +307,11 @@ class Simulation:
         steps = [predicted(whole, call, rates) for whole in self.wholes]
         if any(step.peak + inputs_bytes > whole.peak for step, whole in zip(steps, self.wholes, strict=True)):
             return None
+        if steps[-1].call_ms >= most_ms:
+            return None
         if across:  # the room is known only now
-            rooms = [room_of(whole, call) for whole in self.wholes]
-            room = tuple(map(min, zip(*rooms, strict=True))) if len({*map(len, rooms)}) == 1 else rooms[-1]
-            found, plan, live = self._rewritten(graphs, way, offload_in_room(hook, room))
+            hook = offload_in_room(hook, room_of(self.wholes, call))
+            found, plan, live = self._rewritten(graphs, way, hook)
         return Typed(way, found.fw, found.bw, plan, live, call, steps[-1])
 
     def _rewritten(self, graphs: Graphs, way: Way, hook: Any) -> tuple[Graphs, Plan, tuple[LivePoint, ...]]:

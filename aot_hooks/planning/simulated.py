@@ -111,7 +111,7 @@ def predicted(whole: Whole, call: Call, rates: Rates | None) -> Predicted:
     `Predicted.call_ms` is a predicted time: a stall counts as the share of the step that it is in a measured one.
     """
     call = call if rates else call._replace(items=())
-    own = Sends(call.items, Terms(math.inf, 0.0, 0.0, 0.0, room=room_of(whole, call)))
+    own = Sends(call.items, Terms(math.inf, 0.0, 0.0, 0.0, room=room_of([whole], call)))
     others = Sends((), Terms(0.0, 0.0, 0.0, 0.0))
     calls: list[Sends] = []
     events: list[Event] = []
@@ -132,17 +132,20 @@ def predicted(whole: Whole, call: Call, rates: Rates | None) -> Predicted:
     return Predicted(whole.peak + int(plan.excess_bytes or 0), ms, stall_ms)
 
 
-def room_of(whole: Whole, call: Call) -> tuple[float, ...]:
-    """The bytes that items of other calls may take on the device while a call runs, see `Terms.room`."""
-    room = {phase: [whole.peak] * (whole.calls + 1) for phase in ("forward", "backward")}
-    base, waiting = call.nbytes.held - sum(call.items), 0
-    for m in whole.points:
-        ours, forward = m.call >= 0, m.phase == "forward"
-        waiting -= ours and not forward
-        beside = m.nbytes + waiting * base + (getattr(call.nbytes, m.phase) if ours else 0)
-        room[m.phase][waiting] = min(room[m.phase][waiting], whole.peak - beside)
-        waiting += ours and forward
-    return tuple(map(float, room["forward"] + room["backward"]))
+def room_of(wholes: Sequence[Whole], call: Call) -> tuple[float, ...]:
+    """The bytes that items of other calls may take on the device while a call runs in these steps, see `Terms.room`."""
+    count = 1 + max(whole.calls for whole in wholes)
+    room = {phase: [float(max(whole.peak for whole in wholes))] * count for phase in ("forward", "backward")}
+    base = call.nbytes.held - sum(call.items)
+    for whole in wholes:
+        waiting = 0
+        for m in whole.points:
+            ours, forward = m.call >= 0, m.phase == "forward"
+            waiting -= ours and not forward
+            beside = m.nbytes + waiting * base + (getattr(call.nbytes, m.phase) if ours else 0)
+            room[m.phase][waiting] = min(room[m.phase][waiting], whole.peak - beside)
+            waiting += ours and forward
+    return (*room["forward"], *room["backward"])
 
 
 def held_on_average(whole: Whole, nbytes: Bytes, peak: int) -> int:

@@ -13,10 +13,11 @@ as fits into that. A budget says how many bytes may be on the device: as little 
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
@@ -106,11 +107,6 @@ class StepPlan:
     allowed_ms: float = 0.0
     to_host: float = 0.0
 
-    @property
-    def fits(self) -> bool:
-        """Whether it stays within the room of its budget, if it has one."""
-        return self.excess_bytes is None or self.excess_bytes <= 0
-
 
 def graph_count(trace: Trace) -> int:
     """How many calls of graphs a trace of operators has."""
@@ -168,41 +164,38 @@ def plan_step(
             chosen.append((number, Item(nbytes, begin - 1, items.read[number] - items.backward, kind)))
     took = [b - a for a, b in itertools.pairwise([*at_ms, at_ms[-1]])]
     rooms = list(_rooms(trace))
+    allowed_ms = max((limit.max_stall_ms for limit in limits), default=0.0)
+    place = functools.partial(schedule, to_host=to_host, to_device=to_device, limits=[*limits])
 
     def plan_of(sent: Sequence[tuple[int, Item]]) -> StepPlan:
         """The plan that sends no items but `sent`."""
-        numbers = [number for number, _ in sent]
+        numbers, parts = [number for number, _ in sent], (took[: items.backward], took[items.backward :])
         free = _room_in_flight(items, {*numbers}, rooms, spare_bytes)
-        found = schedule(
-            [item for _, item in sent],
-            took[: items.backward],
-            took[items.backward :],
-            to_host=to_host,
-            to_device=to_device,
-            limits=[*limits],
-            room=(free[: items.backward], free[items.backward :]) if rooms else None,
-        )
-        plan = _as_plan(trace, items, numbers, found, took, rooms, spare_bytes)
-        return replace(
-            plan, allowed_ms=max((each.max_stall_ms for each in limits), default=0.0), to_host=to_host * LINK
-        )
+        room = (free[: items.backward], free[items.backward :]) if rooms else None
+        found = place([item for _, item in sent], *parts, room=room)
+        plan = _as_plan(trace, items, numbers, found, took, rooms)
+        excess_bytes = None if plan.excess_bytes is None else plan.excess_bytes - spare_bytes
+        return replace(plan, excess_bytes=excess_bytes, allowed_ms=allowed_ms, to_host=to_host * LINK)
 
-    if rooms:
-        least = max(0.0, plan_of(chosen).excess_bytes or 0.0)
-        counts = range(len(chosen))
-        if math.isinf(least):  # a step that no budget knows
-            return plan_of(chosen)
-        fewest = bisect.bisect_left(counts, True, key=lambda n: (plan_of(chosen[:n]).excess_bytes or 0.0) <= least)
-        return plan_of(chosen[:fewest])
     plan = plan_of(chosen)
+    if rooms:
+        return _with_fewest(plan, len(chosen), lambda count: plan_of(chosen[:count]))
     sizes = sorted(item.nbytes for _, item in chosen)
     small_bytes = _SMALL * plan.sent_bytes
     small = bisect.bisect(list(itertools.accumulate(sizes)), small_bytes)
-    if not math.isfinite(plan.allowed_ms) or not 0 < small < len(sizes):
+    if not math.isfinite(allowed_ms) or not 0 < small < len(sizes):
         return plan
     larger = plan_of([each for each in chosen if each[1].nbytes >= sizes[small]])
     holds_more = any(a > b + small_bytes for a, b in zip(larger.held_bytes, plan.held_bytes, strict=True))
     return plan if holds_more else larger
+
+
+def _with_fewest(most: StepPlan, count: int, plan_of: Callable[[int], StepPlan]) -> StepPlan:
+    """The plan that sends the fewest of `count` items, and is no more over its room than `most`, which sends all."""
+    least = max(0.0, most.excess_bytes or 0.0)
+    if math.isinf(least):  # a step that no budget knows
+        return most
+    return plan_of(bisect.bisect_left(range(count), True, key=lambda n: (plan_of(n).excess_bytes or 0.0) <= least))
 
 
 def _as_plan(
@@ -212,7 +205,6 @@ def _as_plan(
     found: Schedule,
     took: Sequence[float],
     rooms: Sequence[_Room],
-    spare_bytes: float,
 ) -> StepPlan:
     """The plan of a schedule `found` for the items `numbers`, in a step whose events `took` so many milliseconds."""
     sent = {number for number, placement in zip(numbers, found.placements, strict=True) if placement.offloaded}
@@ -232,7 +224,7 @@ def _as_plan(
         sum(items.nbytes[number] for number in sent),
         tuple(live.total),
         held,
-        max(live.of_others(room) - room.nbytes for room in rooms) - spare_bytes if rooms else None,
+        max(live.of_others(room) - room.nbytes for room in rooms) if rooms else None,
         tuple(_with_stalls(found, took, items.backward)),
         found.forward_ms,
         found.backward_ms,

@@ -94,7 +94,7 @@ def test_what_is_alive_beside_complete_backwards_is_of_the_step(updates: int, eq
             train()
     assert len([w for w in caught if w.category is UnusedWarning]) == equal
     (found,) = at_run_time.all_followers()
-    whole = found.known[-1]
+    whole = found.known.steps[-1]
     assert len(whole.trace.events) > 12 * updates and whole.plan is not None
 
 
