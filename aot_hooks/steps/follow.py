@@ -225,12 +225,12 @@ class Follower:
             if known is None or known.trials is None or known.trials.plan.excess_bytes is None:
                 return False
             known.spare_bytes += spare_bytes
-            before = known.trials.plan.sends
+            before = known.trials.plan.actions
             known.trials.again()
             known.forget_runs()
             self.unsettled_count += 1
             self._log(known, 0.0)
-            return known.trials.plan.sends != before
+            return known.trials.plan.actions != before
 
     def _decide(self, known: KnownStep) -> None:
         """Plan a step that has run often enough, or judge its plan."""
