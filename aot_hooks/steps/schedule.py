@@ -24,6 +24,7 @@ from itertools import accumulate
 
 LINK = 0.95  # share of its measured speed that the link has beside the compute: kernels use the same memory
 _PLANNED = 0.8  # share of that speed with which copies back are planned
+_IN_ROOM = 0.5  # share of that speed with which a budget plans: a copy may take longer where there is room for it
 _COMPUTE = 0.94  # share of its estimated time that the compute may take; copies then have to be done sooner
 _SLACK_MS = 0.3
 
@@ -226,7 +227,7 @@ class _Timeline:
         gaps, last = self.forward, len(self.forward) - 1
         in_flight: deque[int] = deque()
         bytes_in_flight = [0] * len(self.in_flight_limits)  # of each kind
-        free_at = stalled = 0.0  # the link; the compute over its plain times
+        free_at = late_at = stalled = 0.0  # the link, also if it is slow; the compute over its plain times
 
         def wait(gap: int | None = None) -> None:
             """Wait for the oldest copy: at its planned gap or, to make room, in `gap`."""
@@ -261,6 +262,9 @@ class _Timeline:
             begin = gaps[gap] + stalled
             free_at = max(begin, free_at) + took
             slack = _SLACK_MS + (1 / _COMPUTE - 1) * (free_at - begin) + (1 / _PLANNED - 1) * took
+            if self.room is not None:
+                late_at = max(begin, late_at) + took / _IN_ROOM
+                slack = late_at - free_at
             wait_gap = min(max(bisect.bisect_left(gaps, free_at + slack - stalled), gap), last)
             wait_gap = self.wait_gaps[bisect.bisect_left(self.wait_gaps, wait_gap)]
             wait_gap = max(wait_gap, found.of[in_flight[-1]].wait if in_flight else 0)  # in order
@@ -300,7 +304,7 @@ class _Timeline:
         for i in reversed(order):
             item = self.items[i]
             end = min(self.backward[item.used] - _SLACK_MS, next_start)
-            next_start = end - item.nbytes / (self.back * _PLANNED)
+            next_start = end - item.nbytes / (self.back * (_PLANNED if self.room is None else _IN_ROOM))
             gap = max(0, bisect.bisect_right(self.backward, next_start, hi=item.used + 1) - 1)
             latest[i] = self.reload_gaps[bisect.bisect_right(self.reload_gaps, gap) - 1]
         if self.room is not None:

@@ -110,6 +110,16 @@ def test_a_budget_sends_what_its_peak_needs_and_no_more(rate: float, parts: int)
         assert stalls[1] < 0.1 and stalls[2] < 1.0, stalls
 
 
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_a_link_of_two_thirds_of_its_speed_stalls_nothing_where_there_is_room(share: float) -> None:
+    trace = trace_of(int(share * KEPT))
+    link = Link(trace, 36e9)
+    plan = plan_step(trace, times_of(trace), 55e9, 55e9)
+    assert plan.sent_bytes > 1 << 30
+    planned_for = plan_step(trace, times_of(trace), 36e9, 36e9)
+    assert link.run(plan) <= 1.002 * link.run(planned_for) <= 1.01 * times_of(trace)[-1]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_items_stay_within_the_room_of_each_moment(seed: int) -> None:
     """Against a count of what is alive at each moment, written apart from the plan."""
