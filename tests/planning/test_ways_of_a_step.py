@@ -59,7 +59,8 @@ def test_a_budget_takes_the_copies_of_a_whole_step_where_they_are_faster(x, link
     assert aot_hooks.offload_stats()["step_graph_count"] == 16 and aot_hooks.offload_stats()["step_sent_bytes"] > 0
     assert link and all(most <= whole_peak for _, most, whole_peak in link)
     assert plan.after_ms <= min(ms for ms, _, _ in link)
-    assert measured(model, x, tmp_path) <= peak
+    assert 0.9 * peak < measured(model, x, tmp_path) <= peak, "it sends what its peak needs, and no more"
+    assert aot_hooks.offload_stats()["step_sent_bytes"] < 0.9 * aot_hooks.offload_stats()["step_bytes"]
 
 
 @pytest.mark.slow
