@@ -271,7 +271,7 @@ class StepCheck:
         free = int((1 - UNSEEN) * self.peak) - taken
         if taken > self.peak and self.given > 0:  # back to the plan that was measured before
             self.done, free = True, -self.given
-        elif taken <= self.peak and (free < _FREE * self.peak or self.restarts == _TRIES):
+        elif self.restarts == _TRIES or (taken <= self.peak and free < _FREE * self.peak):
             return False
         self.given = free
         return leave_free(free)

@@ -127,7 +127,7 @@ def predicted(whole: Whole, call: Call, rates: Rates | None) -> Predicted:
         now += took
     link = (whole.link_share * rates.to_host, whole.link_share * rates.to_device) if rates else (1.0, 1.0)
     plan = plan_step(Trace(tuple(calls), tuple(events)), at_ms, *link)
-    stall_ms = plan.at_ms[-1] - (at_ms[-1] - at_ms[0]) + (link_ms(plan.sent_bytes, rates) if rates else 0.0)
+    stall_ms = plan.stall_ms + (link_ms(plan.sent_bytes, rates) if rates else 0.0)
     ms = call.forward_ms + call.backward_ms + stall_ms / (max(1, whole.calls) * whole.slowness)
     return Predicted(whole.peak + int(plan.excess_bytes or 0), ms, stall_ms)
 

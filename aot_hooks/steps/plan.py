@@ -84,10 +84,10 @@ class StepPlan:
             waited for as soon as it has started.
         graph_count: how many calls of graphs send or could send.
         nbytes, sent_bytes: bytes that could be sent in the step, and those that are.
-        live_bytes: bytes of items on the device from each event to the next, if nothing is kept for a second backward.
-        held_bytes: the most of `live_bytes` in the forward, and in the backward.
+        held_bytes: the most bytes of items on the device in the forward, and in the backward, if nothing is kept for a
+            second backward.
         excess_bytes: by how much items take more than a budget has room for; below 0 if less. None: no budget.
-        at_ms: when each event runs, with the stalls that are predicted.
+        stall_ms: how much longer the step gets by waiting for copies, as predicted.
         forward_ms, backward_ms: from the first event to the first backward, and from there to the last, without stalls.
         allowed_ms: how much longer the step may get by the limits of its hooks.
         to_host: the speed of copies out that the plan counts on, in bytes a second.
@@ -98,10 +98,9 @@ class StepPlan:
     graph_count: int
     nbytes: int
     sent_bytes: int
-    live_bytes: tuple[int, ...]
     held_bytes: tuple[int, int]
     excess_bytes: float | None
-    at_ms: tuple[float, ...]
+    stall_ms: float
     forward_ms: float
     backward_ms: float
     allowed_ms: float = 0.0
@@ -173,7 +172,7 @@ def plan_step(
         free = _room_in_flight(items, {*numbers}, rooms, spare_bytes)
         room = (free[: items.backward], free[items.backward :]) if rooms else None
         found = place([item for _, item in sent], *parts, room=room)
-        plan = _as_plan(trace, items, numbers, found, took, rooms)
+        plan = _as_plan(trace, items, numbers, found, rooms)
         excess_bytes = None if plan.excess_bytes is None else plan.excess_bytes - spare_bytes
         return replace(plan, excess_bytes=excess_bytes, allowed_ms=allowed_ms, to_host=to_host * LINK)
 
@@ -203,10 +202,9 @@ def _as_plan(
     items: _Items,
     numbers: Sequence[int],
     found: Schedule,
-    took: Sequence[float],
     rooms: Sequence[_Room],
 ) -> StepPlan:
-    """The plan of a schedule `found` for the items `numbers`, in a step whose events `took` so many milliseconds."""
+    """The plan of a schedule `found` for the items `numbers`."""
     sent = {number for number, placement in zip(numbers, found.placements, strict=True) if placement.offloaded}
     actions: dict[int, list[Action]] = {}
     for first, events in ((0, found.forward), (items.backward, found.backward)):
@@ -222,10 +220,9 @@ def _as_plan(
         graph_count(trace),
         sum(items.nbytes),
         sum(items.nbytes[number] for number in sent),
-        tuple(live.total),
         held,
         max(live.of_others(room) - room.nbytes for room in rooms) if rooms else None,
-        tuple(_with_stalls(found, took, items.backward)),
+        found.stall_ms,
         found.forward_ms,
         found.backward_ms,
     )
@@ -293,18 +290,3 @@ def _rooms(trace: Trace) -> Iterator[_Room]:
             phases = {event.phase} if after is None else {event.phase, after.phase}
             rooms = [table[half * (phase is Phase.BACKWARD) + count] for phase in phases if count < half]
             yield _Room(i, others, min(rooms, default=-math.inf))
-
-
-def _with_stalls(found: Schedule, took: Sequence[float], backward: int) -> list[float]:
-    """When each event runs: what those before it `took`, with the stalls of the waits in a schedule."""
-    late = [0.0] * (len(took) + 1)  # by the waits before an event
-    stalled = 0.0
-    for first, events, times in ((0, found.forward, took[:backward]), (backward, found.backward, took[backward:])):
-        gaps, before = [*itertools.accumulate(times, initial=0.0)], stalled
-        for gap, what, i in events:
-            if what in ("wait", "use"):
-                placement = found.placements[i]
-                at_ms = placement.wait_ms if what == "wait" else placement.use_ms
-                late[first + gap] = stalled = max(stalled, before + at_ms - gaps[gap])
-    at = itertools.accumulate(took[:-1], initial=0.0)
-    return [ms + stall for ms, stall in zip(at, itertools.accumulate(late, max), strict=False)]

@@ -264,6 +264,14 @@ def test_copies_at_run_time_send_less_by_what_steps_left_free(taken, per_byte, e
     assert counters.most() <= 2000, "the last plan is under the peak"
 
 
+def test_steps_that_stay_over_get_a_tighter_plan():
+    given, counters = [], Scripted([1100] * 9)
+    leave_free = lambda nbytes: given.append(nbytes) or True  # noqa: E731
+    check = measured.StepCheck(budget(1000), 1000, counters, False, alone=True, leave_free=leave_free)
+    assert [check.ended(check.begins(), 950) for _ in range(5)] == [0, 0, 188, 0, 0]
+    assert given == [-103, -103]
+
+
 def test_a_step_that_sends_all_and_is_over_gets_a_tighter_plan():
     check = measured.StepCheck(budget(1000), 1000, Scripted([1100]), False, alone=True, leave_free=lambda nbytes: False)
     assert check.ended(check.begins(), 950) == 188, "5 / 4 of what the plan did not foresee"
