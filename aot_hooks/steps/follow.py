@@ -179,13 +179,14 @@ class Follower:
         actions = [(Do.JOIN, item) for item in run.unplanned]
         run.unplanned = []
         if at == 0:
-            run.follows = self._like(run.step)
+            for known in self.known.steps:
+                self._decide(known)
+            run.follows = self.known.like(run.step)
             run.marks = [] if self._is_timed(run) else None
-        elif run.follows is not None and not self.known.fits(run.follows.trace, run.step, at):
-            run.marks, run.follows = None, self._like(run.step)
+        elif run.follows is not None and not self.known.fits(run.follows, run.step, at):
+            run.marks, run.follows = None, self.known.like(run.step)
             actions = [(Do.JOIN, item) for item in run.items]
-        known = run.follows
-        is_end = known is None or at in (0, len(known.trace.events) - 1)
+        is_end = run.follows is None or at in (0, len(run.follows.trace.events) - 1)
         if run.marks is not None and (run.plan is None or is_end):
             run.marks.append(self.mark())
         if run.plan is not None:
@@ -200,18 +201,6 @@ class Follower:
         first: Sends = run.step.calls[0].what
         known = (kind_of(known.trace.calls[0]) for known in self.known.steps)
         return bool(first.terms.is_symbolic) and kind_of(first) in known
-
-    def _like(self, step: Step) -> KnownStep | None:
-        """The known step to follow from now on: one that began as `step` has; with a plan, if there is one.
-
-        Of several that of the nearest sizes, and of these the last.
-        """
-        found = self.known.begun_as(step)
-        for known in found:
-            self._decide(known)
-        found = [known for known in found if known.plan is not None or known.begins_with(step)]
-        calls = len(step.calls)
-        return max(reversed(found), key=lambda k: (k.plan is not None, -k.bytes_of_first(calls)), default=None)
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
@@ -272,7 +261,8 @@ class Follower:
         if run.step is not step:  # it began, and was dropped, before it had items
             return
         trace, known, marks = step.trace(with_dropped=False), run.follows, run.marks
-        if known is None or not self.known.is_whole(known.trace, step):
+        is_whole = known is not None and len(trace.events) == len(known.trace.events)
+        if known is None or not is_whole or not self.known.begins_as(known, step):
             marks = marks if known is None else None
             known = self.known.of(trace)
         known.ran(trace, marks, run.copies)

@@ -87,11 +87,6 @@ class KnownStep:
         """What a step with its plan takes: the time of the fastest run but one. None if too few were of its sizes."""
         return sorted(run[-1] for run in runs)[1] if len(runs) >= _TRIED else None
 
-    def begins_with(self, step: Step) -> bool:
-        """Whether its first events are those of `step`, in equal sizes."""
-        calls = tuple(call.what for call in step.calls)
-        return self.trace.calls[: len(calls)] == calls and self.trace.events[: len(step.events)] == tuple(step.events)
-
     def bytes_of_first(self, call_count: int) -> int:
         return sum(sum(sends.nbytes) for sends in self.trace.calls[:call_count])
 
@@ -107,28 +102,32 @@ class KnownSteps:
         """Whether another plan for symbolic sizes may be made."""
         return sum(known.is_symbolic and known.plan is not None for known in self.steps) < _MOST_PLANNED
 
-    def fits(self, planned: Trace, step: Step, at: int) -> bool:
-        """Whether event `at` of `step` can be that of a planned trace: it is equal, or of smaller symbolic sizes."""
-        if at >= len(planned.events) or planned.events[at] != step.events[at]:
+    def fits(self, known: KnownStep, step: Step, at: int) -> bool:
+        """Whether event `at` of `step` is that of a known step: it is equal, or has smaller symbolic sizes."""
+        trace = known.trace
+        if at >= len(trace.events) or trace.events[at] != step.events[at]:
             return False
         phase, number = step.events[at]
-        sends, most = step.calls[number].what, planned.calls[number]
+        sends, most = step.calls[number].what, trace.calls[number]
         if phase is Phase.BACKWARD or sends == most:
             return True
-        if kind_of(sends) != kind_of(most):
+        if known.plan is None or kind_of(sends) != kind_of(most):
             return False
         least = _ALIKE if self.may_plan_sizes else 0.0
         return all(least * most <= nbytes <= most for most, nbytes in zip(most.nbytes, sends.nbytes, strict=True))
 
-    def is_whole(self, planned: Trace, step: Step) -> bool:
-        """Whether all of `step` can be a planned trace."""
-        count = len(step.events)
-        return len(planned.events) == count and all(self.fits(planned, step, at) for at in range(count))
+    def begins_as(self, known: KnownStep, step: Step) -> bool:
+        """Whether all events of `step` so far are those of a known step."""
+        return all(self.fits(known, step, at) for at in range(len(step.events)))
 
-    def begun_as(self, step: Step) -> list[KnownStep]:
-        """The known steps that may have begun as `step` has."""
-        count = len(step.events)
-        return [known for known in self.steps if all(self.fits(known.trace, step, at) for at in range(count))]
+    def like(self, step: Step) -> KnownStep | None:
+        """The known step to follow from now on: one that began as `step` has; with a plan, if there is one.
+
+        Of several that of the nearest sizes, and of these the last.
+        """
+        found = [known for known in self.steps if self.begins_as(known, step)]
+        calls = len(step.calls)
+        return max(reversed(found), key=lambda k: (k.plan is not None, -k.bytes_of_first(calls)), default=None)
 
     def of(self, trace: Trace) -> KnownStep:
         """The step of a trace, which may be new."""

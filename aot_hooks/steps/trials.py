@@ -1,10 +1,12 @@
-"""Which plan of a step is tried next, by what steps with the last one took. A pure function of times.
+"""Which plan of a step is tried next, by what steps with the last one took. It knows no device: times come in.
 
-a stall is allowed    the plan for the speed of the link --> for the speed that copies had, or for three quarters
-                      of the last speed, while steps get faster --> the one that sends most, of those that are
-                      about as fast as the fastest
-a budget              the plan for the speed of the link --> if copies were slower, one for their speed --> the
-                      faster of the two. Both send no more than the budget needs
+      typed by a user    the plan for the speed of the link --> for the speed that copies had, or for three quarters of
+                         the last speed, while steps get faster --> of those about as fast as the fastest, the one that
+                         sends most
+      of a budget        the plan for the speed of the link --> if copies were slower, one for their speed --> the
+                         faster of the two
+
+Both plans of a budget send no more than it needs.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class StepPlans:
         make: plans the step for a share of the link's speed.
         plan: the plan to follow now.
         share: the share that it counts on.
-        is_over: it stays, and nothing needs to be timed.
+        is_over: the plan stays, and nothing needs to be timed.
         tried: the plans that were timed, with the ms of a step. Only the second may send more than the first.
         misses: how many plans in a row were no faster than one before.
     """
@@ -63,7 +65,7 @@ class StepPlans:
             self._judge_time(took_ms, speed / self.plan.to_host)
 
     def again(self) -> None:
-        """The step is to be planned for another room."""
+        """Plan the step again, which has another room now."""
         self.plan = self.make(self.share)
         self.tried.clear()
 
@@ -78,22 +80,29 @@ class StepPlans:
             self.plan, _ = min(self.tried, key=lambda each: each[1])
 
     def _judge_time(self, took_ms: float, speed: float) -> None:
-        """Try plans that send less. Steps before the first plan are no measure: each waits for its own copies."""
-        first, is_first = self.tried[0][0], len(self.tried) == 1
+        """Try plans that send less, while steps get faster.
+
+        The steps before the first plan are no measure: they wait for each copy.
+        """
         fastest_ms = min((ms for _, ms in self.tried[:-1]), default=math.inf)
-        is_better = self.plan.sent_bytes > first.sent_bytes or _AS_FAST * took_ms <= fastest_ms
-        self.misses = 0 if is_better else self.misses + 1
+        sends_more = self.plan.sent_bytes > self.tried[0][0].sent_bytes
+        self.misses = 0 if sends_more or _AS_FAST * took_ms <= fastest_ms else self.misses + 1
         found = self.plan
-        if is_first and _SLOWER * speed > 1:  # the link was busy when its speed was measured
+        if len(self.tried) == 1 and _SLOWER * speed > 1:  # the link was busy when its speed was measured
             found = self.make(self.share * speed)
         if found.sends == self.plan.sends and self.misses < _MISSES:
-            share = speed if 0 < speed < _SLOWER else _NEXT_SHARE
-            while found.sends == self.plan.sends and self.share >= _LEAST_SHARE:
-                self.share, share = self.share * share, _NEXT_SHARE
-                found = self.make(self.share)
+            found = self._for_less(speed if 0 < speed < _SLOWER else _NEXT_SHARE)
         if found.sends != self.plan.sends and found.sent_bytes:
             self.plan = found
             return
         self.is_over = True  # none is left to try
         most_ms = _AS_FAST * min(took_ms, fastest_ms) + found.allowed_ms
         self.plan = max((plan for plan, ms in self.tried if ms <= most_ms), key=lambda plan: plan.sent_bytes)
+
+    def _for_less(self, part: float) -> StepPlan:
+        """The plan for `part` of the speed, or for less, that sends other items than `plan`; `plan` if none does."""
+        found = self.plan
+        while found.sends == self.plan.sends and self.share >= _LEAST_SHARE:
+            self.share, part = self.share * part, _NEXT_SHARE
+            found = self.make(self.share)
+        return found
