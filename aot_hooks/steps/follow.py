@@ -257,6 +257,7 @@ class Follower:
     # --- the end of a step --------------------------------------------------------------------------------------------
 
     def _ended(self, step: Step) -> None:
+        """Note a step that has ended, as a run of a known step or as a new one. Warn if steps never come again."""
         run = self.run
         if run.step is not step:  # it began, and was dropped, before it had items
             return

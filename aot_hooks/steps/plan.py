@@ -229,7 +229,7 @@ def _as_plan(
 
 
 class _Live(NamedTuple):
-    """The bytes of items on the device from each event to the next. Each is there until the event after its read."""
+    """The bytes of items on the device from each event to the next. They are there until the event after their read."""
 
     total: list[int]
     of_call: dict[int, list[int]]  # those of each call
@@ -250,6 +250,7 @@ class _Live(NamedTuple):
         return cls([sum(each) for each in zip(*of_call.values(), strict=True)] or [0] * event_count, of_call)
 
     def of_others(self, room: _Room) -> int:
+        """The bytes that count against a room."""
         return sum(self.of_call[call][room.event] for call in room.others if call in self.of_call)
 
 
@@ -272,7 +273,14 @@ class _Room(NamedTuple):
 
 
 def _rooms(trace: Trace) -> Iterator[_Room]:
-    """The rooms of a step under budgets, see `Terms.room`. A state that no budget knows has no room."""
+    """The rooms of a step under budgets, see `Terms.room`. A state that no budget knows has no room.
+
+          event                    forward 0    forward 1   |   backward 1    backward 0
+          runs until the next      forward 1    the loss    |   backward 1    backward 0
+          others hold items        0            0, 1        |   0             -
+
+    Items of a forward start at its end, and items of a backward are read at its begin.
+    """
     graph_of = [*itertools.accumulate((bool(sends.terms.ends_graph) for sends in trace.calls), initial=0)]
     for table in {sends.terms.room: None for sends in trace.calls if sends.terms.room}:
         yield _Room(0, [], table[0])  # the first forward has run
