@@ -59,7 +59,7 @@ class Function:
     def __init__(self, piece: Piece, options: Options, driver: CaptureDriver) -> None:
         self.piece, self.options = piece, options
         self.name = piece.name
-        self.static_inputs = frozenset(piece.static_inputs)  # without those that move; see moves.py
+        self.static_inputs = frozenset(piece.static_inputs)
         # Functions of one family run with graphs or without them, all together. If only the forward ran without one, it
         # would leave saved tensors in ordinary memory, and the backward's graph would have to copy them.
         self.family = object() if piece.compiled is None else piece.compiled

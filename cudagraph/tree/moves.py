@@ -1,11 +1,10 @@
-"""Parameters and buffers whose memory moves: whether to record again, to copy them, or to do without a graph.
+"""Parameters and buffers whose memory moves: whether to record again, or to do without a graph.
 
 A recording reads a static input at one address. A parameter may move once, as by `load_state_dict(assign=True)`: then
 the function is recorded again. It may move in each step: then no recording is ever replayed, and a capture in each step
 is slower than no graph at all. What FSDP2 gathers in each step comes from a pool of the tree, where it does not move.
 
-    recorded --moves--> recorded again --moves--> decide:   inputs that move take at most COPIED_BYTES --> copy them
-                                                            more, or it was decided before --> no graph from now on
+    recorded --moves--> recorded again --moves--> no graph from now on
 
 Only moves of one tensor count. So layers that share a graph are told apart, and each has its own recording.
 """
@@ -20,11 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .node import Recording
 
-MAX_WASTED = 2  # moves in a row after recordings that were hardly replayed; with the last of them it is decided
+MAX_WASTED = 2  # moves in a row after recordings that were hardly replayed; with the last of them graphs end
 EARNED = 16  # replays that pay for a capture; an estimate: it takes some milliseconds, a replay saves some tenths
-# By arithmetic, not measured: a GPU copies so much in the time of a kernel launch, 4 us at 2 TB/s, and a graph saves at
-# least two launches. A forward's copies live until its backward, so more would take back the memory that FSDP2 saves.
-COPIED_BYTES = 4 << 20
 
 
 @dataclass(eq=False)
@@ -41,7 +37,6 @@ class Moves:
     """What one tree knows of the memory of one function's static inputs. Inputs are named by position."""
 
     seen: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # tensor: `Seen`
-    moving: set[int] = field(default_factory=set)  # inputs with a wasted move
 
     def wasted(self, static: Mapping[int, torch.Tensor]) -> dict[int, int]:
         """The wasted moves in a row of each of the inputs `static`, if the function is recorded with them now."""
@@ -52,16 +47,14 @@ class Moves:
                 wasted[i] = 0 if seen.recording.replay_count >= EARNED else seen.wasted + moved
         return wasted
 
-    def in_each_step(self, static: Mapping[int, torch.Tensor]) -> frozenset[int]:
+    def in_each_step(self, static: Mapping[int, torch.Tensor]) -> list[int]:
         """The inputs that move in each step; none as long as another recording may serve."""
         wasted = self.wasted(static)
-        if max(wasted.values(), default=0) < MAX_WASTED:
-            return frozenset()
-        return frozenset(self.moving.union(i for i, count in wasted.items() if count))
+        is_over = max(wasted.values(), default=0) >= MAX_WASTED
+        return sorted(i for i, count in wasted.items() if count) if is_over else []
 
     def recorded(self, recording: Recording, static: Mapping[int, torch.Tensor]) -> None:
         """Note that `recording` reads the inputs `static` where they are."""
         wasted = self.wasted(static)
-        self.moving |= {i for i, count in wasted.items() if count}
         for i, x in static.items():
             self.seen[x] = Seen(x.data_ptr(), recording, wasted.get(i, 0))

@@ -39,7 +39,7 @@ from .capture import CannotCapture, NotWarmError
 from .driver import CaptureDriver, Pool
 from .function import Function, log
 from .liveness import Slot, copy_preserving_layout, held, on_slots, stale_message
-from .moves import COPIED_BYTES, EARNED, Moves
+from .moves import EARNED, Moves
 from .node import Cursor, EdgeKey, Node, Recording, StableInputProbe
 from .record import record
 from .steps import Call, Next, never_ends, next_of
@@ -211,10 +211,7 @@ class Tree(Cursor):
         state, static = self.states[function], function.static_tensors(inputs, node.live)
         moving = state.moves.in_each_step(static)
         if moving:
-            why_not = self._give_up_or_copy(function, moving, inputs)
-            if why_not is not None:
-                return self._refuse(function, key, why_not, inputs)
-            static = {i: x for i, x in static.items() if i not in moving}
+            return self._refuse(function, key, self._give_up(function, moving, inputs), inputs)
         recording = self._capture(function, key, inputs)
         if isinstance(recording, Failure):
             return self._after_failure(recording, function, key, inputs)
@@ -239,30 +236,18 @@ class Tree(Cursor):
             allocate_gathered_in(self.gathering, groups)
             self.gathered |= groups
 
-    def _give_up_or_copy(self, function: Function, moving: frozenset[int], inputs: list[Any]) -> str | None:
-        """Copy the inputs `moving` of `function` from now on, and return None. If that can't be, or would not pay, its
-        family runs without graphs from now on: return why. Recordings that are of no use any more are closed."""
-        copied = [i for i in sorted(moving) if isinstance(inputs[i], torch.Tensor)]
-        nbytes = sum(inputs[i].nbytes for i in copied)
-        why = function.reason_against(inputs, copied, ())
-        if why is None and function.static_inputs < frozenset(function.piece.static_inputs):
-            why = "it already copies others of its inputs that move"
-        if why is None and nbytes > COPIED_BYTES:
-            why = f"copying {nbytes / 2**20:.1f} MiB in each call takes longer than a graph saves"
-        names = function.input_name(copied[0]) + (f" and {len(copied) - 1} more" if len(copied) > 1 else "")
-        if why is None:
-            log.info("%s copies %s, which moved in each step", function.name, names)
-            function.static_inputs -= moving
-            _close_branches(self.root, {function}, self.current.path())
-            return None
+    def _give_up(self, function: Function, moving: Sequence[int], inputs: list[Any]) -> str:
+        """Run the family of `function` without graphs from now on, because the inputs `moving` come at new addresses.
+        Returns why. Recordings that are of no use any more are closed."""
         counters.add("given_up")
         self.dropped += [other for other in self.functions if other.family == function.family]
         self._close_dropped()
         self.marks = None if self.dropped else self.marks
+        names = function.input_name(moving[0]) + (f" and {len(moving) - 1} more" if len(moving) > 1 else "")
         reason = (
-            f"{names} come at new addresses in each step, and {why}; make the step one graph with "
-            "cudagraph.whole_step, leave CUDA graphs off here, or call cudagraph.reset() to try again once they stay "
-            "where they are"
+            f"{names} moved to new addresses in each step, and a recording reads one; make the step one graph "
+            "with cudagraph.whole_step, leave CUDA graphs off here, or call cudagraph.reset() to try again once they "
+            "stay where they are"
         )
         self.given_up[function.family] = reason
         return reason

@@ -16,7 +16,6 @@ import cudagraph
 from aot_hooks import cudagraphs
 from cudagraph.compile.compilation import Compilation
 from cudagraph.torch_private import cuda as torch_cuda
-from cudagraph.tree import tree
 from cudagraph.tree.driver import cuda_driver
 
 pytestmark = [
@@ -54,7 +53,6 @@ def work(rank: int) -> None:
     if device_type() == "cpu":
         cudagraphs.compilation = lambda options: Compilation(options, simulator)
     expected = trained(rank, graphs=False)
-    tree.COPIED_BYTES = 0
     for gathers in (True, False):  # into memory of the tree
         if not gathers:
             without_a_pool(simulator)

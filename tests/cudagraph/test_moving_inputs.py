@@ -1,7 +1,6 @@
 """Parameters whose memory moves: once, in each step, or from layer to layer; see `cudagraph.tree.moves`.
 
-A step has `calls` of captured functions. None of them is recorded more than twice if its parameters move in each step,
-and twice more if these are copied from then on.
+A step has `calls` of captured functions. None of them is recorded more than twice if its parameters move in each step.
 """
 
 from __future__ import annotations
@@ -19,16 +18,10 @@ from torch import nn
 from tree_programs import World, same
 
 from cudagraph.errors import NotCapturableError
-from cudagraph.tree import dispatch, tree
+from cudagraph.tree import dispatch
 from cudagraph.tree.moves import EARNED
 
 WIDTH = 8
-
-
-@pytest.fixture
-def none_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs that move are too large to be copied."""
-    monkeypatch.setattr(tree, "COPIED_BYTES", 0)
 
 
 class Block(nn.Module):
@@ -110,7 +103,7 @@ def test_layers_without_gradients_are_recorded_once_each(world):
 
 
 @pytest.mark.parametrize("layers", [1, 16])
-def test_large_parameters_that_move_in_each_step_end_the_captures(world, layers, none_is_small, caplog):
+def test_parameters_that_move_in_each_step_end_the_captures(world, layers, caplog):
     with caplog.at_level(logging.WARNING, logger="cudagraph"):
         trained_like_uncaptured(world, layers, 8, gather)
     counts = dispatch.stats()
@@ -122,15 +115,7 @@ def test_large_parameters_that_move_in_each_step_end_the_captures(world, layers,
         assert part in said[0]
 
 
-def test_small_parameters_that_move_in_each_step_are_copied(world):
-    trained_like_uncaptured(world, 16, 8, gather)
-    counts = dispatch.stats()
-    assert counts["recordings"] == 3 * (2 * 16), "twice each, and once more with copies"
-    assert (counts["given_up"], counts["skips"]) == (0, 0)
-    assert counts["replays"] == (8 - 4) * 2 * 16, "from then on all are replayed"
-
-
-def test_what_is_recorded_in_vain_is_freed(none_is_small):
+def test_what_is_recorded_in_vain_is_freed():
     world = World("simulator")
     w = world.randn(4, 4)
     gather = Gathered(w).gather
@@ -149,7 +134,7 @@ def test_what_is_recorded_in_vain_is_freed(none_is_small):
     assert dispatch.stats()["replays"] == 2
 
 
-def test_the_functions_before_and_after_stay_captured(world, none_is_small):
+def test_the_functions_before_and_after_stay_captured(world):
     w = world.randn(4, 4)
     gather = Gathered(w).gather
     before, after = world.function(lambda x: [x.sin()]), world.function(lambda y: [y.cos()])
@@ -168,7 +153,7 @@ def test_the_functions_before_and_after_stay_captured(world, none_is_small):
     assert (counts["skips"], counts["replays"]) == (12 - 3, 2 * 12 - 2 - 1 - 3)
 
 
-def test_several_functions_are_found_out_at_once(world, none_is_small):
+def test_several_functions_are_found_out_at_once(world):
     """Not one after the other: each would cost recordings of all that follow."""
     weights = [world.randn(4) for _ in range(6)]
     gather = Gathered(*weights).gather
@@ -187,7 +172,7 @@ def test_several_functions_are_found_out_at_once(world, none_is_small):
 
 @pytest.mark.parametrize("after", [2, 5])
 @pytest.mark.parametrize("how", ["assign", "data", "storage"])
-def test_parameters_that_move_once_are_captured_again(world, none_is_small, how, after):
+def test_parameters_that_move_once_are_captured_again(world, how, after):
     def move(model, i):
         if i != after:
             return
@@ -214,7 +199,7 @@ def test_parameters_that_move_once_are_captured_again(world, none_is_small, how,
     assert counts["replays"] == (count - 3) * 2 * 4
 
 
-def test_what_moves_after_many_replays_is_recorded_each_time(world, none_is_small):
+def test_what_moves_after_many_replays_is_recorded_each_time(world):
     w = world.randn(4, 4)
     gather = Gathered(w).gather
     f = world.function(lambda x, w: [x @ w], static=(1,), is_inference=False)
@@ -228,7 +213,7 @@ def test_what_moves_after_many_replays_is_recorded_each_time(world, none_is_smal
     assert (counts["recordings"], counts["given_up"]) == (4, 0)
 
 
-def test_replays_that_read_all_inputs_in_place_count(world, none_is_small):
+def test_replays_that_read_all_inputs_in_place_count(world):
     x, w = world.randn(3, 4), world.randn(4, 4)
     gather = Gathered(w).gather
     f = world.function(lambda x, w: [x @ w], static=(1,))
@@ -241,7 +226,7 @@ def test_replays_that_read_all_inputs_in_place_count(world, none_is_small):
     assert dispatch.stats()["given_up"] == 0, "the first move was after many replays"
 
 
-def test_two_moves_with_many_replays_between_them_are_not_in_a_row(world, none_is_small):
+def test_two_moves_with_many_replays_between_them_are_not_in_a_row(world):
     """Also where the function was recorded at another place of the path meanwhile."""
     w = world.randn(4, 4)
     gather = Gathered(w).gather
@@ -266,7 +251,7 @@ def test_two_moves_with_many_replays_between_them_are_not_in_a_row(world, none_i
     assert dispatch.stats()["given_up"] == 0
 
 
-def test_what_moves_in_every_second_step_is_not_recorded_for_ever(world, none_is_small):
+def test_what_moves_in_every_second_step_is_not_recorded_for_ever(world):
     w = world.randn(4, 4)
     gather = Gathered(w).gather
     f = world.function(lambda x, w: [x @ w], static=(1,))
@@ -279,7 +264,7 @@ def test_what_moves_in_every_second_step_is_not_recorded_for_ever(world, none_is
     assert (dispatch.stats()["recordings"], dispatch.stats()["given_up"]) == (2, 1)
 
 
-def test_a_forward_that_is_given_up_takes_its_backward_along(world, none_is_small):
+def test_a_forward_that_is_given_up_takes_its_backward_along(world):
     """Captured, the backward would copy all that the forward saved in ordinary memory."""
     x = world.randn(4, 4)
     w = nn.Parameter(world.randn(4, 4))
@@ -302,7 +287,7 @@ def test_a_forward_that_is_given_up_takes_its_backward_along(world, none_is_smal
     assert (counts["recordings"], counts["given_up"], counts["replays"]) == (4, 1, before)
 
 
-def test_evaluation_stays_captured_where_training_is_not(world, none_is_small):
+def test_evaluation_stays_captured_where_training_is_not(world):
     model, backend = stack(world, 2), backend_with(world.driver)
     compiled = [torch.compile(block, backend=backend) for block in model]
 
@@ -323,8 +308,7 @@ def test_evaluation_stays_captured_where_training_is_not(world, none_is_small):
     assert dispatch.stats()["replays"] >= 4 and dispatch.stats()["given_up"] == 1
 
 
-def test_a_buffer_that_moves_and_is_written_is_not_copied(world):
-    """The write would go to the copy."""
+def test_a_buffer_that_moves_and_is_written(world):
     total = world.randn(4)
     expected = total.clone()
     gather = Gathered(total).gather
@@ -338,22 +322,7 @@ def test_a_buffer_that_moves_and_is_written_is_not_copied(world):
     assert (dispatch.stats()["recordings"], dispatch.stats()["given_up"]) == (2, 1)
 
 
-def test_more_inputs_that_move_after_some_are_copied(world):
-    weights = [world.randn(4) for _ in range(2)]
-    first, second = (Gathered(w).gather for w in weights)
-    f = world.function(lambda x, v, w: [x * v + w], static=(1, 2))
-    for i in range(20):
-        dispatch.mark_step_begin()
-        first()
-        if i >= 8:
-            second()
-        x = world.randn(4)
-        same(world, f(x, *weights), [x * weights[0] + weights[1]])
-    counts = dispatch.stats()
-    assert counts["recordings"] <= 4 and counts["given_up"] == 1
-
-
-def test_or_error_raises_where_captures_end(world, none_is_small):
+def test_or_error_raises_where_captures_end(world):
     w = world.randn(4, 4)
     gather = Gathered(w).gather
     f = world.function(lambda x, w: [x @ w], static=(1,), options={"or_error": True})
@@ -366,7 +335,7 @@ def test_or_error_raises_where_captures_end(world, none_is_small):
         f(world.randn(3, 4), w)
 
 
-def test_reset_tries_again(world, none_is_small):
+def test_reset_tries_again(world):
     w = world.randn(4, 4)
     gather = Gathered(w).gather
     f = world.function(lambda x, w: [x @ w], static=(1,))
@@ -381,18 +350,6 @@ def test_reset_tries_again(world, none_is_small):
         same(world, f(x, w), [x @ w])
     counts = dispatch.stats()
     assert (counts["recordings"], counts["replays"], counts["given_up"]) == (1, 4, 0)
-
-
-def test_recordings_from_before_the_copies_are_closed(world):
-    w = world.randn(4, 4)
-    gather = Gathered(w).gather
-    f = world.function(lambda x, w: [x @ w], static=(1,))
-    for _ in range(6):
-        dispatch.mark_step_begin()
-        gather()
-        f(world.randn(3, 4), w)
-    (mine,) = [t for t in dispatch.local.trees.values() if t.driver is world.driver]
-    assert dispatch.stats()["recordings"] == 3 and len(list(mine.root.recordings())) == 1
 
 
 def test_parameters_are_forgotten_with_the_program(world):
