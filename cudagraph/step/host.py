@@ -10,6 +10,8 @@
 Containers are compared first: dicts by their version, which Python counts, others entry by entry, by identity. If none
 differs, nothing has changed. Otherwise leaves are compared: plain values by type and value, all else by identity.
 
+Random numbers of the host, of Python and NumPy, would not be drawn by a replay: `HostRandom` tells whether any were.
+
 A function's variables are what it closes over, the globals that it names, and its defaults. Classes, modules of Python
 and what a called method reads elsewhere are not looked at: docs/footguns.md lists what goes unnoticed.
 """
@@ -19,6 +21,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import pickle
+import random
+import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -422,3 +427,42 @@ def _restore_container(each: Any, saved: Any) -> None:
 def _restore_view(read: Callable[[], list[Any]], write: Callable[[list[Any]], Any], saved: list[Any]) -> None:
     if not _same(read(), saved):
         write(saved)
+
+
+Access = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _access(value: Any) -> Access | None:
+    """Functions that return and set the state of a generator; None if `value` is none."""
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # that one has no state
+        return value.getstate, value.setstate
+    numpy: Any = sys.modules.get("numpy.random")  # unless it is imported, nothing is of it
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.RandomState):
+        return value.get_state, value.set_state
+    if isinstance(value, numpy.Generator):
+        value = value.bit_generator
+    if isinstance(value, numpy.BitGenerator):
+        return (lambda: value.state), (lambda state: setattr(value, "state", state))
+    return None
+
+
+class HostRandom:
+    """The states of all generators on the host that a step may draw from: the global ones, and those of `objects`."""
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self._generators: list[Access] = [(random.getstate, random.setstate)]
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            self._generators.append((numpy.get_state, numpy.set_state))
+        self._generators += [access for value in objects if (access := _access(value)) is not None]
+        self._states = [read() for read, _ in self._generators]
+
+    def changed(self) -> bool:
+        """Whether numbers were drawn since this was made."""
+        now = [read() for read, _ in self._generators]
+        return any(pickle.dumps(a) != pickle.dumps(b) for a, b in zip(now, self._states, strict=True))
+
+    def restore(self) -> None:
+        for (_, write), state in zip(self._generators, self._states, strict=True):
+            write(state)

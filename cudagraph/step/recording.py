@@ -37,11 +37,10 @@ from ..tree.record import Snapshot
 from ..tree.tree import one_capture
 from .accumulators import is_referenced, renew_for_capture, why_referenced, why_shared
 from .gradients import Gradients, LastGradients
-from .host import ALL, HostState
+from .host import ALL, HostRandom, HostState
 from .inputs import Inputs, StepCall
 from .numbers import Numbers, Place, Traced, replaced
 from .outputs import ChangesValue, Outputs, is_storable, reason_against_storing
-from .randomness import HostRandom
 from .users_code import asks_for_types
 from .watch import OperatorWatch
 

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from ..tree import tree
-from .watch import users_line_of
+from .watch import users_line
 from .whole import WholeStep
 
 LOOK_S = 0.0005  # seconds between two looks; a look takes some 0.02 ms of the interpreter
@@ -90,7 +90,7 @@ class Sampler:
         # A query while a graph is captured might end the capture.
         is_idle = not tree.captures_under_way and self._is_idle()
         frame: FrameType | None = sys._current_frames().get(self._of)
-        line = users_line_of(frame) if is_idle and frame is not None else ""
+        line = users_line(frame=frame) if is_idle and frame is not None else ""
         before, self._last = self._last, time.perf_counter()
         if is_idle:
             self.waited[line or ELSEWHERE] += self._last - before

@@ -156,23 +156,16 @@ def _is_attention(func: Any) -> bool:
     return name_of(func).startswith(ATTENTION)
 
 
-def users_line(trace: TracebackType | None = None) -> str:
+def users_line(trace: TracebackType | None = None, frame: FrameType | None = None) -> str:
     """The innermost line of the user's own in a traceback, or on the stack: "model.py:31: y = x.item()"; or "".
 
-    If an installed package was called there, its innermost line stands first.
+    If an installed package was called there, its innermost line stands first. `frame`: where the stack ends, if it is
+    that of another thread.
     """
-    return _users_line(traceback.walk_tb(trace) if trace is not None else reversed([*traceback.walk_stack(None)]))
-
-
-def users_line_of(frame: FrameType) -> str:
-    """The same for the stack that ends in `frame`, of another thread."""
-    return _users_line(reversed([*traceback.walk_stack(frame)]))
-
-
-def _users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     lines: list[str] = []
-    for frame, number in frames:
-        file = frame.f_code.co_filename
+    frames = reversed([*traceback.walk_stack(frame)]) if trace is None else traceback.walk_tb(trace)
+    for each, number in frames:
+        file = each.f_code.co_filename
         if is_users(file) or ("site-packages" in file and not file.startswith(OUR_OWN)):
             line = f"{os.path.basename(file)}:{number}: {linecache.getline(file, number).strip()}"
             lines = [line] if is_users(file) else [*lines[:1], line]

@@ -19,7 +19,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -63,7 +63,6 @@ from .recording import (
     record_step,
 )
 from .watch import users_line
-from .ways import AsItIs, FailedCapture, Record, Refuse, Replay, WarmUp, Way
 
 log = logging.getLogger("cudagraph")
 
@@ -72,11 +71,61 @@ OPTIONS = ("or_error", *LIMITS, "warmup_steps")
 MOST_FAILED_CAPTURES = 3  # in a row, by errors that may not come again, such as out of memory
 MOST_UNSETTLED_CALLS = 64  # in a row; then it is recorded although what it calls may still change
 MOST_UNSTABLE_CALLS = 4  # in a row, each with other host values than the one before
-CAPTURABLE_WARNING = "This instance was constructed with capturable=True"
 
 
 every_step: weakref.WeakSet[WholeStep] = weakref.WeakSet()
 on_streams_of_captures: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas, by the stream of their reducers
+
+
+class Replay(NamedTuple):
+    """A way to run a call: replay this recording."""
+
+    recording: StepRecording
+
+
+class Record(NamedTuple):
+    """Record the step, with the host values of this snapshot."""
+
+    host: HostState
+
+
+class WarmUp(NamedTuple):
+    """Run it uncaptured, so that it can be recorded later: `done` such calls have warmed up then."""
+
+    done: int
+
+
+class AsItIs(NamedTuple):
+    """Run it uncaptured, for a reason that is logged, or without one."""
+
+    reason: str = ""
+
+
+class Refuse(NamedTuple):
+    """Run it uncaptured, now and ever after."""
+
+    reason: str
+    on_all_ranks: bool = False
+
+
+class FailedCapture(NamedTuple):
+    """A capture that left no trace.
+
+    Attributes:
+        again: whether another one is to follow at once, which allows for what this one has found.
+        may_succeed: whether another one may succeed after a warm-up.
+        changed_by_step: the path of a host value that the step itself changes, if that is why.
+        read_numbers: whether it had numbers that are read on the device.
+    """
+
+    reason: str
+    again: bool = False
+    may_succeed: bool = False
+    changed_by_step: tuple[str, ...] = ()
+    read_numbers: bool = False
+
+
+Way = Replay | Record | WarmUp | AsItIs | Refuse
 
 
 class WholeStep:
@@ -656,7 +705,7 @@ class WholeStep:
 
         note = compilers.noting_compiled_calls(note_compiled)
         with as_they_are(), note, self._noting_collectives(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=CAPTURABLE_WARNING)
+            warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
             with self._opened_pool().on_side_stream():
                 args, kwargs = self._arguments(call)
                 result = self._forward_backward(*args, **kwargs)

@@ -188,12 +188,9 @@ def groups_that_gather_into(storages: Collection[int]) -> set[Any]:
         return set()
     states = [ref() for ref in need("torch.distributed._composable_state._module_state_mapping").values()]
     groups = (group for state in states if hasattr(state, "_fsdp_param_group") for group in _groups_of(state))
-    return {group for group in groups if not _gathered_by(group).isdisjoint(storages)}
-
-
-def _gathered_by(group: Any) -> set[int]:
-    tensors = (y for x in group.fsdp_params for y in (*x.all_gather_outputs, *x._unsharded_inner_tensors))
-    return {y.untyped_storage()._cdata for y in tensors}
+    params = ((group, x) for group in groups for x in group.fsdp_params)
+    tensors = ((group, y) for group, x in params for y in (*x.all_gather_outputs, *x._unsharded_inner_tensors))
+    return {group for group, y in tensors if y.untyped_storage()._cdata in storages}
 
 
 def allocate_gathered_in(

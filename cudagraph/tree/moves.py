@@ -12,7 +12,7 @@ Only moves of one tensor count. So layers that share a graph are told apart, and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -32,17 +32,14 @@ class Seen:
     wasted: int  # moves in a row, up to this one, each from a recording that was replayed less than `EARNED` times
 
 
-@dataclass(eq=False)
-class Moves:
-    """What one tree knows of the memory of one function's static inputs. Inputs are named by position."""
-
-    seen: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)  # tensor: `Seen`
+class Moves(WeakIdKeyDictionary):
+    """What one tree knows of the memory of one function's static inputs: tensor to `Seen`."""
 
     def wasted(self, static: Mapping[int, torch.Tensor]) -> dict[int, int]:
-        """The wasted moves in a row of each of the inputs `static`, if the function is recorded with them now."""
+        """The wasted moves in a row of each of the inputs `static`, by position, if the function is recorded now."""
         wasted: dict[int, int] = {}
         for i, x in static.items():
-            if (seen := self.seen.get(x)) is not None:
+            if (seen := self.get(x)) is not None:  # type: ignore[no-untyped-call]
                 moved = x.data_ptr() != seen.address
                 wasted[i] = 0 if seen.recording.replay_count >= EARNED else seen.wasted + moved
         return wasted
@@ -57,4 +54,4 @@ class Moves:
         """Note that `recording` reads the inputs `static` where they are."""
         wasted = self.wasted(static)
         for i, x in static.items():
-            self.seen[x] = Seen(x.data_ptr(), recording, wasted.get(i, 0))
+            self[x] = Seen(x.data_ptr(), recording, wasted.get(i, 0))

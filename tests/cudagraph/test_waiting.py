@@ -9,7 +9,7 @@ import time
 import pytest
 
 from cudagraph.errors import RanksError
-from cudagraph.step.waiting import Watchdog, raise_in
+from cudagraph.step.ranks import Watchdog, raise_in
 
 LIMIT_S = 0.4
 

@@ -8,11 +8,10 @@ import torch.distributed as dist
 from fuzz_whole_step import World
 
 from cudagraph.step.gradients import Gradients
-from cudagraph.step.host import HostState
+from cudagraph.step.host import HostRandom, HostState
 from cudagraph.step.inputs import Inputs
 from cudagraph.step.numbers import Numbers
 from cudagraph.step.outputs import Outputs
-from cudagraph.step.randomness import HostRandom
 from cudagraph.torch_private import cuda as torch_cuda
 
 KEPT = (
