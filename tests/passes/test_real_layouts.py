@@ -118,8 +118,8 @@ def views_of(x: torch.Tensor, siblings: bool) -> tuple[torch.Tensor, torch.Tenso
     return (x.unsqueeze(0) if siblings else x), turned
 
 
-def pair_of(case: Case, device: str, siblings: bool) -> tuple[Pair, list[torch.Tensor]]:
-    """Graphs around the operator of `case`: the backward reads two views of its result. And the inputs."""
+def made_by(case: Case, device: str) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
+    """The function of `case` that returns a tensor whose strides the trace does not have, and its inputs."""
     op = next(op for op in layouts.operators(device) if op.formatted_name == case.name)
     leaves, spec = layouts.samples(op, device)[case.index]
     leaves = layouts.relaid(leaves, case.layout) or leaves
@@ -139,8 +139,13 @@ def pair_of(case: Case, device: str, siblings: bool) -> tuple[Pair, list[torch.T
     predicted = by_hand(lambda *xs: results(*xs), lambda *xs: xs, *inputs, num_fwd_outputs=0).saved
     strides = [(x.stride(), node.meta["val"].stride()) for x, node in zip(real, predicted, strict=True)]
     which = next((i for i, (a, b) in enumerate(strides) if a != b), 0)
+    return lambda *tensors: results(*tensors)[which], inputs
 
-    return pair_around(lambda *tensors: results(*tensors)[which], inputs, siblings), inputs
+
+def pair_of(case: Case, device: str, siblings: bool) -> tuple[Pair, list[torch.Tensor]]:
+    """Graphs around the operator of `case`: the backward reads two views of its result. And the inputs."""
+    made, inputs = made_by(case, device)
+    return pair_around(made, inputs, siblings), inputs
 
 
 def pair_around(made: Callable[..., torch.Tensor], inputs: list[torch.Tensor], siblings: bool) -> Pair:
@@ -237,6 +242,47 @@ def test_every_hook_gives_back_what_really_came(siblings: bool) -> None:
 @pytest.mark.slow
 def test_the_table_has_all_operators_that_a_search_finds() -> None:
     assert layouts.differing(layouts.operators("cpu"), "cpu") == DIFFERING
+
+
+def check_fallback(case: Case, device: str) -> bool:
+    """Compare a hook with none where Inductor calls the operator as it is. False if both raise the same error.
+
+    Inductor compares the strides of some results with those of the trace, and raises, with hooks and without.
+    """
+    made, inputs = made_by(case, device)
+    if not inputs[0].is_floating_point():
+        return False
+
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        one, other = views_of(made(*tensors), siblings=True)
+        return (one.sin() * one.detach()).sum() + other.tanh().sum()
+
+    def outcome(policy: Any) -> Any:
+        torch._dynamo.reset()
+        first, others = (
+            inputs[0].detach().requires_grad_(),
+            [x.clone() for x in inputs[1:]],
+        )  # statistics are written to
+        torch.manual_seed(0)
+        compiled = torch.compile(loss, backend="aot_hooks", options={"policy": policy})
+        try:
+            return torch.autograd.grad(compiled(first, *others), first)[0]
+        except (AssertionError, RuntimeError) as error:
+            return str(error).splitlines()[0][:40]
+
+    with torch._inductor.config.patch(fallback_by_default=True):
+        expected, found = outcome(aot_hooks.KEEP), outcome(NEGATED)
+    if isinstance(expected, str) or isinstance(found, str):
+        assert found == expected, (case, found, expected)
+        return False
+    assert torch.equal(found, expected), (case, differences(found, expected))
+    return True
+
+
+@pytest.mark.slow
+def test_fallback_kernels_of_inductor() -> None:
+    compared = [case for case in by_operator().values() if check_fallback(case, "cpu")]
+    assert len(compared) >= 8, compared
 
 
 @pytest.mark.gpu
