@@ -189,7 +189,7 @@ def step_of(node: Node, rows: Mapping[Node, Rows], wanted: Rows | None = None, *
     if name in _SUMS and known and (found := _sum(node, known)) is not None:
         return found
     if name in REDUCTIONS:
-        return _reduce(node, known, wanted)
+        return _reduce(node, known)
     if sliced and name in _SLICES and (found := _slice(node, known, wanted)) is not None:
         return found
     if sliced and name in _UNSLICES and (found := _unslice(node, known, wanted)) is not None:
@@ -407,7 +407,7 @@ def _sum(node: Node, known: Mapping[Node, Rows]) -> Step | None:
     )
 
 
-def _reduce(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+def _reduce(node: Node, known: Mapping[Node, Rows]) -> Step | None:
     """A reduction of each token by itself; None if it reduces tokens. Its dimensions count as of merged tokens."""
     source: Any = node.args[0]
     rows, dims = known.get(source), reduced_dims(node)

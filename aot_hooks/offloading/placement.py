@@ -159,7 +159,7 @@ def place(
                 metas = [dict(node.meta) for node in (crossing.start, crossing.reload, crossing.back)]
                 crossing.slot.meta[_CANDIDATE] = crossing.leaf.settings, crossing.start.args[1], device, metas
             if not placement.offloaded:
-                _keep_on_device(bw, crossing)
+                _keep_on_device(crossing)
                 on_device[crossing.wait] = crossing.value, placement.reason
             leaf, names = crossing.leaf, _names_of(crossing, placement, forward, backward)
             times = planned.forward_ms, planned.backward_ms, planned.full_stall_ms
@@ -412,7 +412,7 @@ def _to_move(crossing: _Crossing, what: str, following: Node) -> list[Node]:
     return sorted(nearest_first([crossing.back], lambda n: [u for u in n.users if _is_free(u) and u < following]))
 
 
-def _keep_on_device(bw: GraphModule, crossing: _Crossing) -> None:
+def _keep_on_device(crossing: _Crossing) -> None:
     """Have the value itself cross in place of its copy on the host."""
     value, wait = crossing.value, crossing.wait
     if value is not crossing.source or FROM_HOOK in crossing.source.meta:  # else the program made it, and marked it
