@@ -31,7 +31,7 @@ from aot_hooks.policies import (
     only_these_names,
     only_these_ops,
 )
-from aot_hooks.settings.setting import why_packed
+from aot_hooks.settings.setting import reason_to_pack
 
 aten = torch.ops.aten
 
@@ -167,7 +167,7 @@ def test_says_why_it_packs() -> None:
         return DOUBLE if saved.shape == (4, 8) else KEEP
 
     def why(policy: Any, **changes: Any) -> str:
-        return why_packed(policy, row(**changes))
+        return reason_to_pack(policy, row(**changes))
 
     assert why(DOUBLE) == why(everything(DOUBLE)) == why(first_match(DOUBLE)) == ""
     assert why(larger_than(100, DOUBLE)) == "larger than 100 bytes"
