@@ -23,12 +23,15 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import results_of
 
-from ..graphs.nodes import input_storages, storage_of, storages
+from ..graphs.lifetimes import fuses
+from ..graphs.nodes import input_storages, is_view, storage_of, storages, target_name
 from ..graphs.read_tables import MOVES, MOVES_BY_INDEX
 from ..graphs.saved import crossing_pairs
 from ..hook import KEEP, Hook
+from ..torch_private.inductor_fusion import WRITTEN
 from .answers import in_plans_only
 from .edits import run_on_fakes
+from .permutations import QUOTIENTS
 from .plan import Choice, Plan, with_rows
 from .repeats import stop_saving
 
@@ -72,12 +75,21 @@ def regather(
         data = [undone[n].saved if n in undone else n.all_input_nodes[0] for n in chain]
         same = (own, KEEP) if own.lossy or own.error == 0 or own is KEEP else ()  # a user's functions run as asked
         if all(hooks.get(n, KEEP) in same for n in data if n in sources and _is_float(n)):
-            slot.replace_all_uses_with(_made_again(bw, chain, sources, undone, min(slot.users)))
+            _replace(slot, _made_again(bw, chain, sources, undone, min(slot.users)))
             del slots[node]
             gone.append((node, slot))
             found.append(choice)
     stop_saving(fw, bw, num_fwd_outputs, gone)
     return tuple(found)
+
+
+def _replace(slot: Node, made: Node) -> None:
+    """Have all that reads `slot` read `made`. Inductor would write a transpose once for each product that reads it."""
+    slot.replace_all_uses_with(made)
+    if sum(not fuses(reader) for reader in made.users) > 1:
+        while is_view(made):
+            (made,) = made.all_input_nodes
+        made.meta[WRITTEN] = True
 
 
 def _gathered(fw: GraphModule) -> set[Node]:
@@ -140,7 +152,7 @@ def _inverse(node: Node) -> _Undone | None:
 
 
 def _made_from(node: Node, sources: Mapping[Node, Node], undone: Mapping[Node, _Undone]) -> list[Node]:
-    """The moves and gathers that make `node` from `sources`, in their order; [] if more than these are needed."""
+    """The moves, gathers and quotients of indices that make `node` from `sources`, in order; [] if more is needed."""
     chain: dict[Node, None] = {}
 
     def is_made(n: Node) -> bool:
@@ -148,6 +160,8 @@ def _made_from(node: Node, sources: Mapping[Node, Node], undone: Mapping[Node, _
             return True
         if n in undone:
             found = is_made(undone[n].saved)
+        elif target_name(n) in QUOTIENTS and _is_whole(n):  # the tokens of rows, of the rows' order
+            found = all(is_made(source) for source in n.all_input_nodes)
         elif n.op != "call_function" or str(n.target) not in MOVES_BY_INDEX or not all(map(_is_whole, _indices_of(n))):
             return False
         else:

@@ -26,7 +26,7 @@ from .edits import call
 _aten = torch.ops.aten
 _PUTS = ("aten.index_put.default", "aten._unsafe_index_put.default", "aten.index_add.default")
 _ZEROS = ("aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default")
-_QUOTIENTS = ("aten.floor_divide.default", "aten.div.Tensor_mode")
+QUOTIENTS = ("aten.floor_divide.default", "aten.div.Tensor_mode")
 _COPIES = ("aten.clone.default", "aten.alias.default", "aten.detach.default")
 _CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
 _SORTS = ("aten.sort.default", "aten.sort.stable")
@@ -129,7 +129,7 @@ def _quotients(numbers: Any) -> _Quotients | None:
             return None
         name = target_name(numbers)
         args: Any = numbers.args
-        if name in _QUOTIENTS and type(args[1]) is int and args[1] > 0:
+        if name in QUOTIENTS and type(args[1]) is int and args[1] > 0:
             if name == "aten.div.Tensor_mode" and numbers.kwargs.get("rounding_mode") != "floor":
                 return None
             divisor *= args[1]

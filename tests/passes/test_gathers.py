@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import capture
 from oracle import total_error
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +18,7 @@ from aot_hooks import KEEP, bitmask, float8, int8, lossless, offload
 from aot_hooks.passes.gathers import GATHERED
 from aot_hooks.passes.plan import Plan
 from aot_hooks.policies import first_match, only_these_ops
+from aot_hooks.torch_private.inductor_fusion import WRITTEN
 
 TOKENS, WIDTH, EXPERTS, CHOSEN = 48, 64, 4, 2
 aten = torch.ops.aten
@@ -80,6 +82,27 @@ def test_gathered_rows_do_not_cross(name: str) -> None:
     # the gate's and the up projection's input is one packed value, that of the router
     inputs = [d for d in plan.decisions if d.saved.op == "aten.gelu.default" and d.hook == float8()]
     assert len(inputs) == 1
+
+
+def test_rows_cross_as_their_order() -> None:
+    """No reader of the backward takes the tokens of rows, so only the order of the rows crosses."""
+
+    def layer(x: Tensor, router: Tensor, gate: Tensor, up: Tensor, w: Tensor) -> Tensor:
+        h = F.gelu(x)
+        score, expert = (h @ router).softmax(-1).topk(CHOSEN)
+        order = expert.reshape(-1).argsort()
+        rows = h[order // CHOSEN]
+        out = (F.silu(rows @ gate) * (rows @ up)) @ w
+        return (out[order.argsort()].unflatten(0, (-1, CHOSEN)) * score[..., None]).sum(1)
+
+    exact, _ = step(layer, KEEP)
+    found, plan = step(layer, float8())
+    assert sum(d.saved.nbytes for d in plan.decisions if d.hook == GATHERED) == CHOSEN * TOKENS * WIDTH * 4
+    assert total_error(found, exact) <= 0.06
+
+    _, packed = capture(layer, *arguments(), hook=float8())
+    rows = [n for n in packed.bw.graph.nodes if n.target is aten.index.Tensor and n.meta.get(WRITTEN)]
+    assert len(rows) == 1  # the gate's and the up projection's gradients read them, in memory once
 
 
 def test_exact_means_give_the_same_bits_and_no_rows() -> None:
