@@ -36,7 +36,7 @@ from .chunk_loop import Loop, put_in_place, read_sizes_of_inputs, write_chunks
 from .edits import show
 from .expand import LOSSES, expand
 from .live_bytes import LivePoint
-from .regions import PRODUCTS, LeftWhole, Region, depends_on, grown, known_count, outputs_of, seeds_of, tangents_of
+from .regions import PRODUCTS, LeftWhole, TokenRegion, depends_on, grown, known_count, outputs_of, seeds_of, tangents_of
 from .words_last import words_last
 
 # Tokens of a chunk. Each chunk reads and writes the sums of grad_w once, which takes as long as 240 / n of the three
@@ -316,7 +316,7 @@ def _chunks(seed: Node, count: int, tokens: int | None, finer: int) -> int:
 # --- the region -------------------------------------------------------------------------------------------------------
 
 
-def _region(gm: GraphModule, seed: Node, *, sliced: bool) -> Region:
+def _region(gm: GraphModule, seed: Node, *, sliced: bool) -> TokenRegion:
     nodes = list(gm.graph.nodes)
     size = known_count(seed) * shape_of(seed)[1] // 2  # a part of the vocabulary may be cut off, or some tokens
 
@@ -330,7 +330,7 @@ def _region(gm: GraphModule, seed: Node, *, sliced: bool) -> Region:
         raise LeftWhole(_why_alone(nodes, seed, inside, is_big))
     from_seed = depends_on(nodes, [seed])
     outputs = outputs_of(inside, [n for n in inside if n in from_seed], is_big, _why_read)
-    region = Region(seed, inside, tuple(outputs), tangents_of(gm))
+    region = TokenRegion(seed, inside, tuple(outputs), tangents_of(gm))
     # without adopted nodes that only others' results need
     steps = {n: inside[n] for n in region.needed(outputs)}
     return replace(region, steps=steps, kept=_kept_tokens(steps, outputs))
@@ -388,7 +388,7 @@ def _why_read(node: Node, reader: Node) -> str:
 
 
 def _scale(
-    region: Region, gradients: Collection[Node], after: Collection[Node]
+    region: TokenRegion, gradients: Collection[Node], after: Collection[Node]
 ) -> tuple[tuple[Node, tuple[Node, ...]] | None, str]:
     """The one number that multiplies all gradients, with the nodes between it and the region, in order; or why not."""
     if region.seed.meta["val"].dtype == torch.float16:

@@ -31,7 +31,7 @@ class LeftWhole(Exception):
 
 
 @dataclass(frozen=True)
-class Region:
+class TokenRegion:
     """What is computed for some tokens at a time.
 
     Attributes:

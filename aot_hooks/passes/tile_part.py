@@ -18,11 +18,11 @@ from torch.fx import GraphModule, Node
 from ..graphs.nodes import has_tag, is_view, name_and_line, target_name, type_text
 from ..graphs.rows import VIEWS, Step, is_elementwise, is_tensor, shape_of, step_of
 from ..torch_private.values import hint
-from .regions import PRODUCTS, LeftWhole, Region, depends_on, grown, known_count, outputs_of, tangents_of, why_read
+from .regions import PRODUCTS, LeftWhole, TokenRegion, depends_on, grown, known_count, outputs_of, tangents_of, why_read
 
 
 @dataclass(frozen=True)
-class Part(Region):
+class Part(TokenRegion):
     """A region with whether a node has more numbers than the input of the first product."""
 
     is_wide: Callable[[Node], bool] = bool
