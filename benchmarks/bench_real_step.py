@@ -18,9 +18,12 @@ of all steps show that ways agree. A row has the predicted peak beside the measu
 Adapters of a model of 8B: few blocks, few steps. The difference of two numbers of blocks, or of tokens, is what a block
 or a token takes. `--limit` holds the allocator to so many GiB.
 
+Before torch 2.14 a compiled model of transformers makes a mask of tokens x tokens, which fused attention adds to its
+scores: 4 GiB of booleans at 65,536 tokens. `--causal` has it make none, in each way.
+
     python benchmarks/bench_real_step.py --json out/real_step.json       # 8 blocks, 8192 tokens; CUDA, 130 GiB
     python benchmarks/bench_real_step.py --layers 32 --tokens 16384 --jobs 1 --ways chunk_offload,checkpointing
-    python benchmarks/bench_real_step.py --layers 8 --tokens 32768 --lora 16 --warmup 2 --rounds 2 --jobs 2 \\
+    python benchmarks/bench_real_step.py --layers 8 --tokens 32768 --lora 16 --causal --warmup 2 --rounds 2 --jobs 2 \\
         --ways chunk_checkpointing,chunk_offload     # 8 of 32 blocks; again with --layers 4
     python benchmarks/bench_real_step.py --small        # anywhere, without code generation
 """
@@ -73,6 +76,7 @@ class Setting:
     lora: int  # rank of the adapters of all linear layers but the head, the only ones trained; 0: all is trained
     warmup: int  # steps; a budget may compile again in the second and in the third
     limit: float  # GiB that the allocator may take; 0: all
+    causal: bool  # attention without a mask
     device: str
     inner: str
 
@@ -112,6 +116,7 @@ class Step:
             vocabulary=setting.vocabulary,
             device=self.device,
             lora=setting.lora,
+            causal=setting.causal,
         )
         self.optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad], lr=1e-4, fused=self.device.type == "cuda"
@@ -275,12 +280,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=3, help="processes that compile, and hold a model, at a time")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=6, help="steps before the peak is measured, at least 2")
+    parser.add_argument("--causal", action="store_true", help="attention without a mask of tokens x tokens")
     parser.add_argument("--limit", type=float, default=0.0, help="GiB that a process may allocate; 0: all")
     options = parser.parse_args()
     ways = options.ways.split(",")
     if wrong := {way for way in ways if not way.startswith(BUDGET)} - set(WAYS):
         parser.error(f"no way is called {', '.join(sorted(wrong))}; there are {', '.join(WAYS)}, and budgets")
-    small = Setting(2, 64, 1024, 16384, options.lora, options.warmup, 0.0, "cpu", "aten")
+    small = Setting(2, 64, 1024, 16384, options.lora, options.warmup, 0.0, options.causal, "cpu", "aten")
     setting = small if options.small else Setting(*(getattr(options, f.name) for f in dataclasses.fields(Setting)))
     result = measure(ways, setting, options.jobs, options.rounds, options.json)
     print(show(result, setting.tokens))

@@ -18,8 +18,13 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ["LlamaByBlocks", "make_llama"]
 
 
-def make_llama(layers: int, width: int, *, tokens: int, vocabulary: int, device: torch.device, lora: int = 0) -> Any:
-    """In training mode. `lora` is the rank of adapters of all linear layers but the last; 0 trains the whole model."""
+def make_llama(
+    layers: int, width: int, *, tokens: int, vocabulary: int, device: torch.device, lora: int = 0, causal: bool = False
+) -> Any:
+    """In training mode. `lora` is the rank of adapters of all linear layers but the last; 0 trains the whole model.
+
+    `causal`: attention without transformers' mask of tokens x tokens.
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -33,6 +38,7 @@ def make_llama(layers: int, width: int, *, tokens: int, vocabulary: int, device:
         num_key_value_heads=max(heads // 4, 1),
         max_position_embeddings=tokens,
         use_cache=False,
+        attn_implementation=_causal_attention() if causal else "sdpa",
         tie_word_embeddings=False,
     )
     with device:
@@ -43,6 +49,16 @@ def make_llama(layers: int, width: int, *, tokens: int, vocabulary: int, device:
             adapters = peft.LoraConfig(r=lora, target_modules="all-linear", task_type="CAUSAL_LM")
             model = peft.get_peft_model(model, adapters).to(torch.bfloat16)
     return model.train()
+
+
+def _causal_attention() -> str:
+    """The name of transformers' own `scaled_dot_product_attention`, with `is_causal` in place of a mask."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal", sdpa_attention_forward)
+    AttentionMaskInterface.register("causal", lambda *_, **__: None)
+    return "causal"
 
 
 class LastLayer(nn.Module):
