@@ -8,7 +8,8 @@ Inductor they run where the code alone is faster than fused with a model: for in
 materializes apart, and for stochastic rounding, which takes it a minute to compile in a model.
 
 Inductor compiles an operator at its first call for a dtype and a length of rows; how many rows there are is symbolic.
-That is 1 to 3% of a step of Llama blocks slower than Triton kernels by hand, on an H200. Only int4 has such kernels.
+By the times of single tensors on an H200 that takes 1 to 3% of a step of Llama blocks more than Triton kernels by hand.
+Only int4 has such kernels.
 CUDA graphs can capture what has run once: nothing here reads a value on the host.
 """
 
