@@ -1,4 +1,4 @@
-"""Bandwidth of each hook in eager mode beside a device copy, on one CUDA device.
+"""Bandwidth of each hook's kernels beside a device copy, on one CUDA device.
 
     python benchmarks/bench_kernels.py [--rows 16384] [--columns 4096 14336] [--json FILE.json]
 
@@ -21,25 +21,47 @@ from typing import Any
 import torch
 from measure import conditions, format_columns, host_seconds, parser_of, write
 
-import aot_hooks
-from aot_hooks import float8, int4, int8
+from aot_hooks.library.triton import ops
 
 Call = Callable[[], Any]
-FORMATS, SCALINGS = (torch.float8_e4m3fn, torch.float8_e5m2), ("rowwise", "blockwise")
-HOOKS = [float8(dtype, scaling) for dtype in FORMATS for scaling in SCALINGS]
-HOOKS += [int8(block, random, power_of_two=block == 32) for random in (False, True) for block in (64, 32)]
-HOOKS += [int4(stochastic=random) for random in (False, True)]
 
 
 def candidates(x: torch.Tensor) -> Iterator[tuple[str, Call, int]]:
     """Name, call, and bytes read and written."""
+
+    def both(name: str, pack: Call, unpack: Callable[..., Any], given: torch.Tensor) -> Iterator[tuple[str, Call, int]]:
+        packed = pack()
+        packed = packed if isinstance(packed, tuple) else (packed,)
+        moved = given.nbytes + sum(p.nbytes for p in packed)
+        yield f"{name} pack", pack, moved
+        yield f"{name} unpack", lambda: unpack(*packed), moved
+
+    dtype, columns, seed = x.dtype, x.shape[-1], torch.zeros(1, dtype=torch.int64, device=x.device)
+    for fmt in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for block in (0, 128):
+            name = f"float8({str(fmt).removeprefix('torch.float8_')}, {'blockwise' if block else 'rowwise'})"
+            yield from both(
+                name,
+                lambda b=block, f=fmt: ops.pack_float8(x, b, f),
+                lambda q, s, b=block: ops.unpack8(q, s, b, dtype),
+                x,
+            )
+    for noise, name in ((None, ""), (seed, ", stochastic")):
+        for block, power, scales in ((64, False, ""), (32, True, ", power of two")):
+            yield from both(
+                f"int8({block}{name}{scales})",
+                lambda n=noise, b=block, p=power: ops.pack_int8(x, b, p, n),
+                lambda q, s, b=block: ops.unpack8(q, s, b, dtype),
+                x,
+            )
+        yield from both(
+            f"int4(32{name})",
+            lambda n=noise: ops.pack_int4(x, 32, n),
+            lambda q, s: ops.unpack_int4(q, s, columns, 32, dtype),
+            x,
+        )
     mask = torch.cat([x > i / 10 for i in range(x.itemsize)])  # as many bytes as x
-    for hook in (*HOOKS, aot_hooks.bitmask()):
-        given = mask if hook.name == "bitmask" else x
-        packed = hook.pack(given)
-        moved = given.nbytes + sum(p.nbytes for p in packed if isinstance(p, torch.Tensor))
-        yield f"{hook.name} pack", lambda hook=hook, given=given: hook.pack(given), moved
-        yield f"{hook.name} unpack", lambda hook=hook, packed=packed: hook.unpack(packed), moved
+    yield from both("bitmask", lambda: ops.pack_bits(mask), lambda q: ops.unpack_bits(q, list(mask.shape)), mask)
 
 
 class Queue:

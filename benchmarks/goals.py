@@ -215,8 +215,7 @@ def _one_gpu() -> list[Goal]:
     for columns in (4096, 14336):
         for random in (False, True):
             text = f"slowest {'random' if random else 'other'} kernel over a copy, rows of {columns}"
-            # generated code reads a row twice where it packs: int8 at random reaches 0.38 of a copy on an H200
-            found += goals("kernels.h200", (text, slowest(columns, random=random), 0.35), at_least=True)
+            found += goals("kernels.h200", (text, slowest(columns, random=random), 0.8), at_least=True)
     # seconds of the clock, except on the CPU, where results come from machines with other work
     for on, clock in (("CPU", "cpu_s"), ("H200", "wall_s")):
         kind, cold, warm = f"warm_start.{on.lower()}", f"cold_over_warm_{clock}", f"warm_over_stock_warm_{clock}"

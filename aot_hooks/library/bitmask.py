@@ -19,11 +19,10 @@ import torch
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.saved import SavedTensor
 from ..hook import Hook, Pack, hook_of, interned
-from .alone import alone, operator
 from .blocks import first_elements, in_blocks, leaves
+from .triton import ops
 
 
-@operator
 def pack_bits(x: torch.Tensor) -> torch.Tensor:
     """bool[...] to uint8[ceil(numel / 8)]."""
     length = math.prod(x.shape)
@@ -32,15 +31,10 @@ def pack_bits(x: torch.Tensor) -> torch.Tensor:
     return (bits << _bit_numbers(x.device)).sum(-1, dtype=torch.uint8)
 
 
-@operator
-def spread_bits(packed: torch.Tensor) -> torch.Tensor:
-    """uint8[n] to bool[8 n]."""
-    return ((packed.unsqueeze(-1) >> _bit_numbers(packed.device)) & 1).to(torch.bool).flatten()
-
-
 def unpack_bits(packed: torch.Tensor, shape: Any) -> torch.Tensor:
     """Undoes `pack_bits` for a tensor of `shape`."""
-    return first_elements(alone(spread_bits, packed)(packed), math.prod(shape)).view(shape)
+    bits = ((packed.unsqueeze(-1) >> _bit_numbers(packed.device)) & 1).to(torch.bool).flatten()
+    return first_elements(bits, math.prod(shape)).view(shape)
 
 
 def _bit_numbers(device: torch.device) -> torch.Tensor:
@@ -61,14 +55,15 @@ class _Pack(Pack):
         if x.dtype is not torch.bool or x.dim() == 0 or 0 in x.shape:
             return x
         y, permutation = in_memory_order(x)
-        return alone(pack_bits, y)(y.reshape(y.numel())), y.shape, permutation
+        return (ops.pack_bits if ops.has_kernel(y) else pack_bits)(y), y.shape, permutation
 
 
 def _unpack(packed: Any) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
     bits, shape, permutation = packed
-    return from_memory_order(unpack_bits(bits, shape), permutation)
+    y = (ops.unpack_bits if ops.has_kernel(bits) else unpack_bits)(bits, shape)
+    return from_memory_order(y, permutation)
 
 
 def bits_instead(hook: Hook, saved: SavedTensor) -> Hook | None:

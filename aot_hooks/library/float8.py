@@ -30,31 +30,12 @@ import torch
 from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..hook import Hook, Pack, hook_of, interned
-from .alone import alone, operator
 from .blocks import FLOATS, Declines, broadcast_scales, in_blocks, is_empty, rounded
 from .loops import operators
 from .scales import FLOAT8_RANGE, finite_magnitudes, float8_codes, float8_values, largest_scale, power_of_two
+from .triton import ops
 
 _BLOCKS = {"tensorwise": None, "rowwise": 0, "blockwise": 128}  # values along a row that share a scale; 0: the row
-
-
-@operator
-def pack_float8(x: torch.Tensor, block: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` [..., m] to (float8[..., m], f32[..., ceil(m / block)]); `block` as in `_BLOCKS`."""
-    top, _ = FLOAT8_RANGE[dtype]
-    rows = in_blocks(x, block) if block else x
-    amax = finite_magnitudes(rows).amax(list(range(rows.dim())) if block is None else -1, keepdim=True)
-    scale = power_of_two(amax, top)
-    scale = scale.squeeze(-1) if block else scale
-    rows, row_scale = broadcast_scales(x, scale, block) if block else (x, scale)
-    return float8_codes(rows, row_scale, dtype).view(x.shape), scale.clamp(max=largest_scale(x.dtype, top))
-
-
-@operator
-def unpack_float8(q: torch.Tensor, scale: torch.Tensor, block: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Undoes `pack_float8`, in `dtype`."""
-    rows, row_scale = broadcast_scales(q, scale, block) if block else (q, scale)
-    return float8_values(rows, row_scale, dtype).view(q.shape)
 
 
 @dataclass(frozen=True)
@@ -65,23 +46,30 @@ class _Pack(Pack):
     def __call__(self, x: torch.Tensor) -> Any:
         if x.dtype not in FLOATS or x.dim() == 0:
             return x
+        top, _ = FLOAT8_RANGE[self.dtype]
         block = _BLOCKS[self.scaling]
         if is_empty(x, or_unknown=block is None):  # the largest of no numbers is an error
             return x
         y, permutation = in_memory_order(x)
         y = rounded(y) if x.dtype is torch.float16 else y  # else what overflows sets the scale of others
-        if operators.use_operators(y):
-            top, _ = FLOAT8_RANGE[self.dtype]
-            scale = operators.amax_bits(in_blocks(y, block) if block else y)
-            scale = scale.amax(list(range(scale.dim())), keepdim=True) if block is None else scale
-            scale = scale.squeeze(-1) if block else scale
-            rows, row_scale = broadcast_scales(y, scale, block) if block else (y, scale)
-            q = operators.to_float8(rows, row_scale, self.dtype, top, x.dtype)
-            q = q.view(y.shape) if block else q
+        if block is not None and ops.has_kernel(y, self.dtype):
+            q, scale = ops.pack_float8(y, block, self.dtype)
+            return q, scale, x.dtype, permutation
+        rows = in_blocks(y, block) if block else y
+        shared = list(range(rows.dim())) if block is None else -1
+        if as_operator := operators.use_operators(y):
+            scale = operators.amax_bits(rows)
+            scale = scale.amax(shared, keepdim=True) if block is None else scale
         else:
-            pack = pack_float8 if block is None else alone(pack_float8, y, self.dtype)
-            q, scale = pack(y, block, self.dtype)
-        return q, scale, x.dtype, permutation
+            scale = power_of_two(finite_magnitudes(rows).amax(shared, keepdim=True), top)
+        scale = scale.squeeze(-1) if block else scale
+        rows, row_scale = broadcast_scales(y, scale, block) if block else (y, scale)
+        if as_operator:
+            q = operators.to_float8(rows, row_scale, self.dtype, top, x.dtype)
+        else:
+            q = float8_codes(rows, row_scale, self.dtype)
+            scale = scale.clamp(max=largest_scale(x.dtype, top))
+        return q.view(y.shape) if block else q, scale, x.dtype, permutation
 
 
 @dataclass(frozen=True)
@@ -94,14 +82,14 @@ class _Unpack:
             return packed
         q, scale, dtype, permutation = packed
         block = _BLOCKS[self.scaling]
+        if block is not None and ops.has_kernel(q, self.dtype):
+            return from_memory_order(ops.unpack8(q, scale, block, dtype), permutation)
+        rows, row_scale = broadcast_scales(q, scale, block) if block else (q, scale)
         if scale.dtype is torch.int32:  # packed by `operators`
-            rows, row_scale = broadcast_scales(q, scale, block) if block else (q, scale)
             y = operators.from_float8(rows, row_scale, dtype, *FLOAT8_RANGE[self.dtype])
-            y = y.view(q.shape) if block else y
         else:
-            unpack = unpack_float8 if block is None else alone(unpack_float8, q, self.dtype)
-            y = unpack(q, scale, block, dtype)
-        return from_memory_order(y, permutation)
+            y = float8_values(rows, row_scale, dtype)
+        return from_memory_order(y.view(q.shape) if block else y, permutation)
 
 
 # Upper bounds of the relative error of normal data, root mean square, a fifth or more above what

@@ -42,20 +42,16 @@ from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..hook import Hook, Pack, hook_of, interned
 from . import scales
-from .alone import alone, operator, operator_with_kernel
 from .blocks import FLOATS, Declines, broadcast_scales, first_elements, in_blocks, is_empty, padded, rounded
 from .loops import operators
 from .scales import SLACK, SMALLEST_NORMAL
+from .triton import ops
 
 _STEP_BITS = ~0x7FFFF  # of a float32 int4 keeps the exponent and 4 bits of fraction
 
 
-@operator
-def pack_int8(x: torch.Tensor, block: int, power: bool, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` [..., m] to (int8[..., m], scale[..., ceil(m / block)]): bfloat16, or uint8 for a power of two.
-
-    Stochastic with a `seed`, int64[1].
-    """
+def pack_int8(x: torch.Tensor, block: int, stochastic: bool, power: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` [..., m] to (int8[..., m], scale[..., ceil(m / block)]): bfloat16, or uint8 for a power of two."""
     amax, smallest = scales.finite_magnitudes(in_blocks(x, block)).amax(-1), scales.smallest_scale(x.dtype)
     if power:
         step = scales.power_of_two(amax, scales.TOP_POWER, smallest)
@@ -64,12 +60,11 @@ def pack_int8(x: torch.Tensor, block: int, power: bool, seed: torch.Tensor | Non
         scale = scales.round_up_to_bfloat16((amax * (SLACK / scales.TOP_INT8)).clamp(min=smallest))
         step = scale.float()
     rows, inverse = broadcast_scales(x, 1.0 / step, block)
-    q = _rounded(rows * inverse, seed)
+    q = _rounded(rows * inverse, stochastic)
     special = torch.where(q.isnan(), -128.0, q.clamp(-127, 127))
     return torch.where(q.abs() < torch.inf, q.clamp(-126, 126), special).to(torch.int8).view(x.shape), scale
 
 
-@operator
 def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
     """Undoes `pack_int8`, in `dtype`."""
     step = scales.from_exponent(scale) if scale.dtype is torch.uint8 else scale.float()
@@ -79,9 +74,8 @@ def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.d
     return torch.where(code.abs() > 126, other, _finite(code * step, dtype)).to(dtype).view(q.shape)
 
 
-@operator_with_kernel("int4_triton")
-def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` [..., m] to (uint8[..., ceil(m / 2)], int16[..., ceil(m / block)]). Stochastic with a `seed`, int64[1]."""
+def pack_int4(x: torch.Tensor, block: int, stochastic: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` [..., m] to (uint8[..., ceil(m / 2)], int16[..., ceil(m / block)])."""
     values = in_blocks(x, block).float()
     finite = values.abs() < torch.inf
     values = torch.where(finite, values, 0.0)
@@ -94,7 +88,7 @@ def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[t
     zero = torch.where(plain, (below * inverse).ceil(), 8.0)
     even = padded(x, 2)
     rows, inverse = broadcast_scales(even, inverse, block)
-    q = _rounded(rows * inverse, seed) + broadcast_scales(even, zero, block)[1]
+    q = _rounded(rows * inverse, stochastic) + broadcast_scales(even, zero, block)[1]
     # Codes of finite values: 0 to 15, or 2 to 14 beside those of infinities and NaN.
     least = broadcast_scales(even, torch.where(plain, 0.0, 2.0), block)[1]
     special = torch.where(q.isnan(), 1.0, q.clamp(0, 15))
@@ -105,8 +99,7 @@ def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[t
     return byte, (word - ((word & 0x8000) << 1)).to(torch.int16)
 
 
-@operator_with_kernel("int4_triton")
-def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: int, block: int, dtype: torch.dtype) -> torch.Tensor:
+def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: Any, block: int, dtype: torch.dtype) -> torch.Tensor:
     """Undoes `pack_int4` for rows of `length`, in `dtype`."""
     shifts = torch.arange(0, 8, 4, dtype=torch.uint8, device=q.device)
     codes = ((q.unsqueeze(-1) >> shifts) & 15).flatten(-2)
@@ -120,27 +113,8 @@ def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: int, block: int, d
     return first_elements(y.view(codes.shape), length)
 
 
-def _rounded(x: torch.Tensor, seed: torch.Tensor | None) -> torch.Tensor:
-    return (x if seed is None else x + _noise(x, seed)).round()
-
-
-def _noise(x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-    """Uniform random numbers between -1/2 and 1/2, f32 of the shape of `x`: 16 bits of a hash of seed and position.
-
-    A value's expected rounding is off by at most 2**-16 of a step. The hash is Wellons' lowbias32, in int32. Philox
-    would cost more than the memory traffic of packing.
-    """
-    low, high = ((seed >> shift & 0x7FFFFFFF).to(torch.int32) for shift in (0, 31))
-    h = torch.arange(x.numel(), device=x.device).to(torch.int32) ^ low
-    h = ((h ^ (h >> 16 & 0xFFFF)) + high * _signed(0x9E3779B1)) * 0x7FEB352D
-    h = (h ^ (h >> 15 & 0x1FFFF)) * _signed(0x846CA68B)
-    bits = (h ^ h >> 16) & 0xFFFF
-    return (bits.float() * 2.0**-16 - (0.5 - 2.0**-17)).view(x.shape)
-
-
-def _signed(word: int) -> int:
-    """The int32 with the bits of `word`."""
-    return word - (1 << 32)
+def _rounded(x: torch.Tensor, stochastic: bool) -> torch.Tensor:
+    return (x + (torch.rand_like(x) - 0.5) if stochastic else x).round()
 
 
 def _finite(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -166,10 +140,13 @@ class _Pack(Pack):
             amax = operators.amax_exponent if self.power else operators.amax_word
             scale = amax(in_blocks(y, block)).squeeze(-1)
             q = operators.to_int8(*broadcast_scales(y, scale, block), x.dtype, self.power).view(y.shape)
-        else:
+        elif ops.has_kernel(y, beats_inductor=self.stochastic or not is8):
             seed = torch.randint(1 << 62, (1,), device=y.device) if self.stochastic else None
-            pack = alone(pack_int8 if is8 else pack_int4, y, beats_inductor=self.stochastic or not is8)
-            q, scale = pack(y, block, self.power, seed) if is8 else pack(y, block, seed)
+            q, scale = ops.pack_int8(y, block, self.power, seed) if is8 else ops.pack_int4(y, block, seed)
+        elif is8:
+            q, scale = pack_int8(y, block, self.stochastic, self.power)
+        else:
+            q, scale = pack_int4(y, block, self.stochastic)
         return q, scale, x.dtype, y.shape[-1], permutation
 
 
@@ -182,13 +159,14 @@ class _Unpack:
         if isinstance(packed, torch.Tensor):
             return packed
         q, scale, dtype, length, permutation = packed
+        kernel = ops.has_kernel(q, beats_inductor=self.bits == 4)
         if q.dtype is torch.uint8 and self.bits == 8:  # packed by `operators`
             power = scale.dtype is torch.uint8
             y = operators.from_int8(*broadcast_scales(q, scale, self.block), dtype, power).view(q.shape)
         elif self.bits == 8:
-            y = alone(unpack_int8, q)(q, scale, self.block, dtype)
+            y = (ops.unpack8 if kernel else unpack_int8)(q, scale, self.block, dtype)
         else:
-            y = alone(unpack_int4, q, beats_inductor=True)(q, scale, length, self.block, dtype)
+            y = (ops.unpack_int4 if kernel else unpack_int4)(q, scale, length, self.block, dtype)
         return from_memory_order(y, permutation)
 
 

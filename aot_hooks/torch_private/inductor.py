@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from cudagraph.torch_private import compilers
@@ -19,7 +18,6 @@ from cudagraph.torch_private.symbols import Protocols, Symbols
 from .inductor_fusion import choices, kernels_are_decided, marks_of, order_pass, pads_no_rows
 from .inductor_lowering import register_operators
 from .symbols import needing
-from .values import python_dispatcher, without_modes
 
 SYMBOLS: Symbols = {
     "options['inner'] = 'inductor'": "torch._inductor.compile_fx.compile_fx .compile_fx_inner "
@@ -32,16 +30,9 @@ SYMBOLS: Symbols = {
     "names given by checkpoint_name under Inductor": "torch._inductor.config.joint_custom_pre_pass "
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     "options['inductor']": "torch._inductor.config",
-    "hooks that are compiled alone": "torch._dynamo.source.ConstantSource torch._subclasses.fake_tensor.FakeTensorMode "
-    "torch.fx.experimental.proxy_tensor.make_fx "
-    "torch.fx.experimental.symbolic_shapes.DimDynamic .ShapeEnv .StatelessSymbolicContext",
 }
 PROTOCOLS: Protocols = {
     "kernels that pack without holding memory": {"torch._inductor.virtualized._V": "set_choices_handler graph"},
-    "hooks that are compiled alone": {
-        "torch.fx.experimental.symbolic_shapes.ShapeEnv": "produce_guards_expression evaluate_guards_expression",
-        "torch._subclasses.fake_tensor.FakeTensorMode": "from_tensor",
-    },
 }
 
 IN_PLANNED_ORDER = {"reorder_for_peak_memory": False}
@@ -187,30 +178,6 @@ def copies_are_static(patches: Mapping[str, Any]) -> bool:
     C++. Code in C++ crashes when it calls a Python operator that returns a list (2.13)."""
     in_cpp = patches.get("cpp_wrapper", need("torch._inductor.config").cpp_wrapper)
     return _has_cuda_graphs(patches) or bool(in_cpp) or bool(patches.get("allow_buffer_reuse", False))
-
-
-def compile_alone(
-    code: Callable[..., Any], examples: Sequence[torch.Tensor]
-) -> tuple[Callable[..., Any], Callable[[Sequence[torch.Tensor]], bool]]:
-    """`code`, a function of tensors, compiled without Dynamo; and whether that is for other tensors, too.
-
-    The first size of each tensor is symbolic, unless it is 1. The second function tells of first sizes alone.
-    """
-    shapes = "torch.fx.experimental.symbolic_shapes"
-    env, size = need(f"{shapes}.ShapeEnv")(), need(f"{shapes}.DimDynamic")
-    mode = need("torch._subclasses.fake_tensor.FakeTensorMode")(shape_env=env)
-    fakes = []
-    for i, x in enumerate(examples):
-        sizes = [size.DYNAMIC if d == 0 and n != 1 else size.STATIC for d, n in enumerate(x.shape)]
-        context = need(f"{shapes}.StatelessSymbolicContext")(dynamic_sizes=sizes)
-        source = need("torch._dynamo.source.ConstantSource")(f"x{i}")
-        fakes.append(mode.from_tensor(x, source=source, symbolic_context=context))
-    with without_modes(), torch.no_grad():
-        with mode, python_dispatcher():
-            gm = need("torch.fx.experimental.proxy_tensor.make_fx")(code)(*fakes)
-        compiled = compile_stock(gm, fakes, {"triton.cudagraphs": False})  # whose results the next call writes over
-    guards = env.produce_guards_expression(fakes, ignore_static=False)
-    return compiled, lambda tensors: guards is None or env.evaluate_guards_expression(guards, tensors)
 
 
 def partition_only(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> None:

@@ -1,16 +1,9 @@
-"""int4 as Triton kernels: two codes a byte, a scale of 16 bits for each group. See `operator` in alone.py.
+"""The Triton kernels of int4: two codes a byte, a scale of 16 bits for each group.
 
       x [..., m] --_pack4--> words of K codes, low bits first, scale i16[..., ceil(m / W)] --_unpack4--> [..., m]
 
-      [ g0 | g1 | g2 . ][ g0 | g1 | g2 . ]   a program takes a tile of `P` groups, `W` lanes each (a power of two):
-      `---- row 0 -----'`---- row 1 -----'   reads it once, finds the scales, writes codes and scales
-
-Why not Inductor's code: it reads values once for their scale and twice for their codes. It packs 16384 x 4096 bfloat16
-in 0.21 ms and unpacks them in 0.083 on an H200; these kernels take 0.045 each. For all tensors of
-Llama blocks that adds up to 7% of a step.
-
-These kernels are limited by arithmetic, not by bytes, so no code is moved by itself. The arithmetic is that of
-integer.py, operation by operation, with fused multiply-adds off, so that the same bits come out.
+Tiles are those of int8, see kernels8.py. These kernels are limited by arithmetic, not by bytes, so no code is moved by
+itself.
 Packing sums whole float32 bit patterns, whose last bits are codes. The bits above sum to a constant, which it subtracts
 from the word. Unpacking leaves a code's bits where they are in the word and reads them as a float32 that is too large
 by a power of two. Stochastic rounding adds 12 random bits to 12 bits of fraction, for two values in a word at once. The
@@ -23,32 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .scales import ROUND_TO_INTEGER, SLACK, SMALLEST_NORMAL
+from ..scales import ROUND_TO_INTEGER, SLACK, SMALLEST_NORMAL
+from .kernels8 import groups_of_program, hashes, largest_of, tiles
+from .ops import packed_like
 
 _ROUND_TO_INTEGER = tl.constexpr(ROUND_TO_INTEGER)
-_LANES = 1024  # of a tile, for its one warp, which finds without a barrier whether the tile holds an infinity
-
-
-@triton.jit
-def _nan_or_larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _largest_of(x, axis: tl.constexpr):
-    """The maximum along `axis`, NaN if there is one."""
-    return tl.reduce(x, axis, _nan_or_larger)
-
-
-@triton.jit
-def _hashes(seed_ptr, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr):
-    """32 random bits for each `K` neighbours, uint32 [P, W / K, 1, 1]: Wellons' lowbias32 of seed and position."""
-    seed = tl.load(seed_ptr)
-    first = tl.program_id(0).to(tl.uint32) * (P * (W // K))
-    position = first + tl.reshape(tl.arange(0, P * (W // K)), [P, W // K, 1, 1]).to(tl.uint32)
-    h = (position ^ seed.to(tl.uint32)) * 0x7FEB352D
-    h = (h ^ (h >> 15) ^ (seed >> 32).to(tl.uint32)) * 0x846CA68B
-    return h ^ (h >> 16)
 
 
 @triton.jit
@@ -58,10 +30,7 @@ def _places(groups, count, length, P: tl.constexpr, W: tl.constexpr, K: tl.const
     Returns group numbers and their mask; for values, then for words: a scalar start, offsets from it, and their mask.
     EVEN means that rows are as long as the tile is wide. Offsets then have 32 bits.
     """
-    g = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
-    row = g // count
-    column = ((g - row * count) * W).to(tl.int32)
-    left = tl.where(g < groups, tl.minimum(length - column, W), 0)
+    g, row, column, left = groups_of_program(groups, count, W, length, P)
     start = tl.program_id(0).to(tl.int64) * P
     n = tl.arange(0, P)
     lane = tl.arange(0, W)
@@ -121,7 +90,7 @@ def _with_special_values(x, span, below, per_6, smallest):
 
 @triton.jit
 def _random_12_bits(h, K: tl.constexpr):
-    """12 bits for each value, two a word, uint32 [P, W / K, K / 2]; the low and the high 16."""
+    """12 bits for each value, two a word, uint32 [P, W / K, K / 2]; as in `kernels8._noise`."""
     odd = tl.arange(0, K // 2).to(tl.uint32) * 0x9E3779B8 + 1
     h = tl.reshape(h, [h.shape[0], h.shape[1], 1])
     return ((h * odd[None, None, :]) ^ (h >> 16)) & 0x0FFF0FFF
@@ -135,11 +104,11 @@ def _pack4(
     """`integer.pack_int4` of `P` groups of `W` values, in words of `K` codes. See `_places` for the rest."""
     g, there, at, places, mask, at_words, words, word_mask = _places(groups, count, length, P, W, K, EVEN)
     x = tl.load(x_ptr + at + places, mask, other=0.0).to(tl.float32)
-    above = tl.maximum(_largest_of(x, 1), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    above = tl.maximum(largest_of(x, 1), 0.0, propagate_nan=tl.PropagateNan.ALL)
     below = -tl.minimum(tl.min(x, 1), 0.0)
-    h = _hashes(seed_ptr, P, W, K) if STOCHASTIC else 0
+    h = hashes(seed_ptr, P, W, K) if STOCHASTIC else 0
     span = above * per_14 + below * per_14
-    if _largest_of(span, 0) < float("inf"):
+    if largest_of(span, 0) < float("inf"):
         bits, inverse = _step_of(span, smallest)
         zero = tl.ceil(below * inverse).to(tl.int32)
         scale = (bits >> 15) | zero
@@ -211,28 +180,17 @@ def _codes(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
     return q, 2
 
 
-def _tiles(groups: int, length: int, block: int) -> tuple[int, int, int]:
-    """Returns (groups in a row, length of a row, groups in a program). Blocks are powers of two.
-
-    Rows of whole groups count as rows of one group each, which spares the kernel a division.
-    """
-    count, length = (1, block) if length % block == 0 else (triton.cdiv(length, block), length)
-    return count, length, max(1, min(_LANES // block, triton.next_power_of_2(groups)))
-
-
 def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`integer.pack_int4`; stochastic with a `seed`, int64[1]."""
     x = x.contiguous()
-    m = x.shape[-1]
-    q = x.new_empty((*x.shape[:-1], (m + 1) // 2), dtype=torch.uint8)
-    scale = x.new_empty((*x.shape[:-1], (m + block - 1) // block), dtype=torch.int16)
+    q, scale = packed_like(x, (x.shape[-1] + 1) // 2, torch.uint8, block, torch.int16)
     words, k = _codes(q, x.dtype)
-    count, length, p = _tiles(scale.numel(), m, block)
+    count, length, p, w, warps = tiles(scale.numel(), x.shape[-1], block, block, one_warp=True)
     with torch.cuda.device_of(x):
         _pack4[(triton.cdiv(scale.numel(), p),)](
             x, words, scale, scale if seed is None else seed, scale.numel(),
-            count, length, SLACK / 14, SLACK / 6, SMALLEST_NORMAL, P=p, W=block, K=k, STOCHASTIC=seed is not None,
-            EVEN=length == block, num_warps=1, enable_fp_fusion=False,
+            count, length, SLACK / 14, SLACK / 6, SMALLEST_NORMAL, P=p, W=w, K=k, STOCHASTIC=seed is not None,
+            EVEN=length == w, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return q, scale
 
@@ -242,10 +200,10 @@ def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: int, block: int, d
     q = q.contiguous()
     y = torch.empty((*q.shape[:-1], length), dtype=dtype, device=q.device)
     words, k = _codes(q, dtype)
-    count, length, p = _tiles(scale.numel(), length, block)
+    count, length, p, w, warps = tiles(scale.numel(), length, block, block, one_warp=True)
     with torch.cuda.device_of(q):
         _unpack4[(triton.cdiv(scale.numel(), p),)](
             words, scale, y, scale.numel(), count, length, torch.finfo(dtype).max,
-            P=p, W=block, K=k, EVEN=length == block, num_warps=1, enable_fp_fusion=False,
+            P=p, W=w, K=k, EVEN=length == w, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return y
