@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,8 +16,14 @@ from cudagraph.tree.driver import cuda_driver
 
 def backend_with(driver: Any, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """`backend="cudagraph_tree"` with these options; `driver` makes its captures, or CUDA's own if it is None."""
-    driver = cuda_driver() if driver is None else driver
-    return functools.partial(compile_graph, mode=None, options=Options.parse(options), driver=driver)
+    driver, parsed = cuda_driver() if driver is None else driver, Options.parse(options)
+
+    # A function, which nobody copies. Lightning copies deeply what `torch.compile` is given, where it is imported: two
+    # simulators would free the same storages.
+    def backend(gm: Any, inputs: Any) -> Any:
+        return compile_graph(gm, inputs, mode=None, options=parsed, driver=driver)
+
+    return backend
 
 
 @dataclasses.dataclass
