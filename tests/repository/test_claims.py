@@ -104,10 +104,15 @@ def test_the_table_of_the_readme() -> None:
         (8192 / row["ms"] * 1e3, row["peak_bytes"] / GIB)
         for row in (rows["stock"], rows["checkpointing"], rows["budget as checkpointing"])
     ]
-    rows = {row["row"]: row for row in result("distributed_budgets")}
+    rows = {row["row"]: row for row in result("distributed_llama")}
     expected += [
         (2 * 8192 / row["median_ms"] * 1e3, row["peak_gib"])
         for row in (rows["stock"], rows["checkpointing"], rows["budget as checkpointing"])
+    ]
+    rows = {row["name"]: row for row in result("trainers_vocabulary")}
+    expected += [
+        (row["tokens_per_second"], (row["peak_bytes"] - row["before_bytes"]) / GIB)
+        for row in (rows["stock"], rows["checkpointing"], rows["budget"])
     ]
     table = README[README.index("| tokens a second |") :].partition("\n\n")[0].splitlines()[2:]
     found = [tuple(cell.strip().strip("*") for cell in line.split("|")[3:5]) for line in table]
