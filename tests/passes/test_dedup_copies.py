@@ -21,7 +21,7 @@ SEND_ALL = {"max_stall_ms": float("inf")}
 def save_all_that_the_backward_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the partitioner does in large models. In small ones it saves the smaller tensor by itself."""
 
-    def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+    def partition(joint: Any, inputs: Any, *_: Any, num_fwd_outputs: int, **__: Any) -> Any:
         return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs)
 
     monkeypatch.setattr(aot, "min_cut_partition", partition)
