@@ -19,15 +19,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..steps.parameters import plain_parts
 from .measured import Counters
 
+_MOST_NOTED = 64  # steps of optimizers; plans are made, and measured, in the first 20 steps
+
 
 class BeforeStep:
     """The bytes that are allocated when an optimizer has stepped, less those of gradients that go afterwards.
 
-    It listens to all optimizers until it is closed, or gone.
+    It listens to all optimizers until it is closed, or gone, or has heard of `_MOST_NOTED` steps.
     """
 
     def __init__(self, counter: Counters) -> None:
         self._counter = counter
+        self._noted = 0
         self._allocated: int | None = None  # after the last step of an optimizer, if no step has begun since
         self._gradients: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # then: parameters, bytes of gradients
         this = weakref.ref(self)
@@ -46,6 +49,9 @@ class BeforeStep:
                 nbytes = sum(part.numel() * part.element_size() for part in plain_parts(parameter.grad))
                 self._gradients[id(parameter)] = (weakref.ref(parameter), nbytes)
         self._allocated = self._counter.allocated()
+        self._noted += 1
+        if self._noted == _MOST_NOTED:
+            self.close()
 
     def eager_bytes(self) -> int | None:
         """At a step's first compiled call: the bytes that its code has allocated so far. None: no optimizer has stepped

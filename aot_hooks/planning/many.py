@@ -591,4 +591,7 @@ def noted(run: Callable[..., Any], version: Version) -> Callable[..., Any]:
 def forget() -> None:
     """Forget all steps."""
     with _lock:
+        for group in _groups.values():
+            if group.before is not None:
+                group.before.close()
         _groups.clear()
