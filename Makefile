@@ -46,7 +46,7 @@ trainers: $(VENV)-integrations/.ready  ## tests with the real transformers, TRL,
 		--ignore tests/integrations/test_torchtitan.py --ignore tests/integrations/test_zoo.py $(ARGS)
 
 # Its time limit is its own. A model takes 5 to 90 seconds of processor time with aten.
-zoo: $(VENV)-zoo/.ready  ## gradients of 49 models of transformers, diffusers, timm, peft and torch-geometric
+zoo: $(VENV)-zoo/.ready  ## gradients of 47 models of transformers, diffusers, timm, peft and torch-geometric
 	timeout 2700 $(VENV)-zoo/bin/python -m pytest -n $(WORKERS) --dist load tests/integrations/test_zoo.py $(ARGS)
 
 torchtitan: $(VENV)-torchtitan/.ready  ## tests with the real torchtitan
