@@ -16,7 +16,6 @@ import argparse
 import pathlib
 import sys
 import time
-import types
 from typing import Any
 
 import torch
@@ -25,27 +24,12 @@ from model import Stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.append(str(ROOT / "tests" / "support"))
-from code_peak import H200, on_cuda, pretend_cuda
+from planned_programs import as_on_an_h200
 
 import aot_hooks
-from aot_hooks import partitioner
-from aot_hooks.graphs import speeds
 
 Row = dict[str, Any]
 ROWS = {4: "3.5GiB,3.4GiB,5.2GiB exact", 16: "8.3GiB,12GiB exact,10.2GiB exact"}  # those of README.md
-
-
-def as_on_an_h200() -> None:
-    """From now on plans of this process are made as for an H200."""
-    carry_names = partitioner.carry_names
-
-    def moved(graph: torch.fx.Graph) -> None:
-        on_cuda(types.SimpleNamespace(graph=graph, recompile=lambda: None))  # type: ignore[arg-type]
-        carry_names(graph)
-
-    pretend_cuda()
-    partitioner.carry_names = moved
-    speeds._measured = lambda _: H200  # type: ignore[assignment]
 
 
 def stack_of(layers: int) -> tuple[Stack, torch.Tensor]:
