@@ -38,8 +38,8 @@ _MIB = 1 << 20
 _AFTER = "after the compiled forward: in the loss, or in the backward"
 _TRIES = 3  # calls that are measured alone
 _UNPLANNED = 8  # Steps until copies that are decided at run time follow a plan. Up to then all is sent.
-# The most that a step may take over its predicted time. One FSDP2 step on two H200s was measured at 1, 1.25, 1.5 and
-# 1.75: single steps have pauses. Planned with 1.5, copies stalled that were to hide.
+# The most that a step may take over its predicted time. Under FSDP2 on two H200s, steps of one program were measured at
+# 1.25, 1.5 and 1.75, of another at 1 to 1.5. What is above 1.25 may be a pause, in which no copy hides.
 _MOST_SLOWNESS = 1.25
 _FREE = 0.01  # A step that leaves less than this share of its budget free sends what it has to.
 _ROOM = 1.25  # times the bytes that a plan did not foresee: the next plan may miss more
