@@ -197,7 +197,8 @@ def _made_again(
 ) -> Node:
     """Copies `chain`, nodes of the forward, to before `reader` in the backward; returns the last copy.
 
-    The copies get the region of `reader`, so that the hook of that region packs what they read.
+    A region is the part of a program that one hook is set for. The copies belong to the region of `reader`, whose hook
+    packs what they read.
     """
     copies: dict[Node, Node] = dict(sources)
     with bw.graph.inserting_before(reader):
