@@ -13,7 +13,8 @@ transformers' Llama under FSDP2 (benchmarks/llama.py): its loss, AdamW, gradient
 model, which Dynamo cuts at the buckets. `fsdp_tp` splits each block over two ranks, and shards it over the others.
 `pipeline` gives each rank as many blocks, and runs 8 sequences as microbatches (1F1B). Times are those of the slowest
 rank, in a loop that waits for the device after each step. Bytes are of rank 0, over what is allocated before the step:
-parameters and gradients. Each row is printed, and written, as soon as it is measured.
+parameters and gradients. Each row is printed, and written, as soon as it is measured. A row may be named twice: what
+differs between its two runs is the machine. `clock_mhz` is the GPU's clock after each timed step.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ BUDGETS = {  # a share of a row's peak
 ROWS = ("stock", "checkpointing", *HOOKS, *CAPTURED, *BUDGETS, "save_on_cpu")
 LENGTHS = (11, 8, 14, 16, 9, 13, 10, 15, 12)  # of `--varied`, step by step, in sixteenths of `tokens`
 MICROBATCHES = 8
-WARM_UP = {False: 5, True: 41}  # steps, by whether there are hooks: their plans are made after the third, judged after
-# five more, and replaced up to six times
+WARM_UP = 41  # steps: plans of hooks are made after the third, judged after five more, and replaced up to six times.
+# Rows without hooks take as many, because a GPU lowers its clock as it gets warm.
 MOST_WARM_UP = 16  # steps of a pipeline, each of 8 microbatches
 
 
@@ -204,15 +205,15 @@ def measured(
         early_gib = -torch.cuda.memory_allocated() / GIB
         backward(varied())
         early_gib += torch.cuda.max_memory_allocated() / GIB
-    warm_up = WARM_UP[row in HOOKS or row in BUDGETS]
-    for _ in range(min(warm_up, MOST_WARM_UP) if is_pipeline else warm_up):
+    for _ in range(MOST_WARM_UP if is_pipeline else WARM_UP):
         backward(varied())
         synchronize(device)
     before, replays = aot_hooks.offload_stats(), cudagraph.stats()["replays"]
-    times = []
+    times, clocks = [], []
     for _ in range(said.steps if row != "save_on_cpu" else 3):
         dist.barrier()
         times.append(step_ms(lambda: backward(varied()), device))
+        clocks.append(torch.cuda.clock_rate() if device.type == "cuda" else 0)
     after, captures = aot_hooks.offload_stats(), cudagraph.stats()
     slowest = torch.tensor(times, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -222,6 +223,7 @@ def measured(
         "row": row,
         "ms": min(slowest.tolist()) if not said.varied else statistics.mean(slowest.tolist()),
         "median_ms": statistics.median(slowest.tolist()),
+        "clock_mhz": statistics.median(clocks),
         "saved_gib": nbytes.after_forward / GIB,
         "peak_gib": nbytes.peak / GIB,
         "second_step_peak_gib": early_gib,
