@@ -144,7 +144,7 @@ def serve(connection: Connection, way: str, budget_bytes: int, setting: Setting)
         began = time.perf_counter()
         if setting.limit:
             whole = torch.cuda.get_device_properties(setting.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(setting.limit * GIB / whole, setting.device)
+            torch.cuda.set_per_process_memory_fraction(setting.limit * GIB / whole, torch.cuda.current_device())
         step = Step(way, budget_bytes, setting)
         step()
         step()
