@@ -96,6 +96,9 @@ def compiled(model: Any, way: str, budget_bytes: int, setting: Setting) -> Any:
     chunk, hook = way.startswith("chunk"), way.removeprefix("chunk").removeprefix("_")
     if hook == "checkpointing":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Beside adapters transformers then has the embedding's output ask for gradients. Only reentrant checkpointing
+        # needs that, and Dynamo cuts the graph there: the logits would be a graph's result.
+        model.disable_input_require_grads()
     if way in ("stock", "checkpointing"):
         return torch.compile(loss, backend="inductor" if setting.inner == "inductor" else "aot_eager")
     options["chunk"] = chunk
