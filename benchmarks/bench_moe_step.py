@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench_moe import FOR_ROUTERS
 from measure import GIB, conditions, first_line, format_columns, free, measure_bytes, parser_of, synchronize, write
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -38,6 +39,7 @@ SEND = functools.partial(aot_hooks.offload, max_stall_ms=12.0, in_flight_bytes=7
 HOOKS = {
     "no hooks": aot_hooks.KEEP,
     "float8": aot_hooks.float8(),
+    "for routers": FOR_ROUTERS,
     "int8": aot_hooks.int8(),
     "offload(then=float8)": SEND(then=aot_hooks.float8()),
 }

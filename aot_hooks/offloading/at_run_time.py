@@ -60,13 +60,14 @@ def _offload_together(
     ticket = torch.frombuffer(memory, dtype=torch.int64)
     captured = is_captured(device)
     start = follower_of(device).start_captured if captured else follower_of(device).start
-    items, actions = start([x.nbytes for x in kept], Terms.of(terms))
+    conditions = Terms.of(terms)
+    items, actions = start([x.nbytes for x in kept], conditions)
     _items[ticket.data_ptr()] = items
     weakref.finalize(memory, _release, ticket.data_ptr(), device).atexit = False  # if something below raises, too
     _carry_out(actions, device)
     sent: list[tuple[SavedItem, torch.Tensor, torch.Tensor]] = []
     for item, x in zip(items, kept, strict=True):
-        host = host_memory(x, most) if item.sends and x.nbytes else None
+        host = host_memory(x, most) if item.sends and x.nbytes >= max(1, conditions.min_bytes) else None
         if host is None:
             item.value = x
         else:

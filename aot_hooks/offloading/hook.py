@@ -14,6 +14,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +23,10 @@ import torch
 from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.nodes import tensor_bytes
+from ..graphs.saved import Dim
 from ..graphs.speeds import Rates
 from ..hook import STATED, Hook, Pack, compiled_by, hook_of, interned
-from ..torch_private.values import pytree
+from ..torch_private.values import hint, pytree
 from . import transfers
 
 _Sent = tuple[torch.device, tuple[int, ...] | None]  # where a leaf was, and the order of its dimensions
@@ -73,7 +75,8 @@ class _Pack(Pack):
         packed = x if self.then is None else self.then.pack(x)
         leaves, spec = pytree.tree_flatten(packed)
         tensors = [(i, a) for i, a in enumerate(leaves) if isinstance(a, torch.Tensor)]
-        large = [(i, a) for i, a in tensors if tensor_bytes(a) >= self.settings.min_bytes]
+        decides_later, least = self.settings.across_graphs, self.settings.min_bytes
+        large = [(i, a) for i, a in tensors if tensor_bytes(a) >= least or (decides_later and _follows_data(a.shape))]
         if not large:
             return packed, None, ()
         marks: list[_Sent | None] = [None] * len(leaves)  # tells unpack which leaves a graph sent
@@ -109,6 +112,11 @@ class _Unpack:
         device, permutation = mark
         ticket = transfers.reload_start(a, device)
         return from_memory_order(transfers.reload_wait(ticket, a, device), permutation)
+
+
+def _follows_data(shape: Sequence[Any]) -> bool:
+    """Whether `shape` has sizes that only the data give, as those of `nonzero`. Their hints are 0."""
+    return any(isinstance(n, torch.SymInt | Dim) and not hint(n) for n in shape)
 
 
 def _contiguous_in_memory(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
@@ -225,11 +233,15 @@ def tape() -> Tape:
 class _Declines:
     min_bytes: int
     then: Hook | None
+    decides_later: bool
 
     def __call__(self, saved: Any) -> str | None:
         if saved.device.type not in ("cuda", "cpu"):
             return f"offload has no copies beside the compute for device {saved.device}"
-        if saved.nbytes < self.min_bytes:
+        follows_data = _follows_data(saved.shape)
+        if saved.nbytes < self.min_bytes and follows_data and not self.decides_later:
+            return "its size is known when it runs; offload(across_graphs=True) decides then"
+        if saved.nbytes < self.min_bytes and not follows_data:
             return f"smaller than min_bytes={self.min_bytes}"
         return None if self.then is None else self.then.why_not(saved)
 
@@ -263,7 +275,7 @@ def offload(
             of a graph that has rates sets them for all others on its device.
         across_graphs: one plan for all graphs of a step, as compiled blocks or graph breaks make them. Which call
             sends is decided when the graphs run, by two operators of Python in each graph. The first steps are timed.
-            They send all, and wait for it.
+            They send all, and wait for it. Tensors whose size only the data give are sent if they have `min_bytes`.
 
     On CUDA the copies have streams of their own. On a CPU they are plain copies, so that a program can be tried out.
 
@@ -291,5 +303,5 @@ def offload(
     name = "offload" if then is None else f"offload({then.name})"
     stated: dict[str, Any] = {"error": 0.0} if then is None else {field: getattr(then, field) for field in STATED}
     lossy = then is not None and then.lossy
-    pack = _Pack(name, _Declines(min_bytes, then), settings, then, lossy=lossy, **stated)
+    pack = _Pack(name, _Declines(min_bytes, then, across_graphs), settings, then, lossy=lossy, **stated)
     return hook_of(pack, _Unpack(then))

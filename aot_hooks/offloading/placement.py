@@ -217,7 +217,8 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
         if _CANDIDATE in slot.meta and slot.users and isinstance(value, Node) and has_own_memory(value):
             settings, limit, device, _ = slot.meta[_CANDIDATE]
             link = (settings.rates.to_host, settings.rates.to_device) if settings.rates else (0.0, 0.0)
-            terms = Terms(settings.in_flight_bytes, settings.max_stall_ms, *link)._replace(room=settings.room)
+            terms = Terms(settings.in_flight_bytes, settings.max_stall_ms, *link)
+            terms = terms._replace(min_bytes=settings.min_bytes, room=settings.room)
             # torch saves those without a check of versions after the others
             kinds[device, limit, terms, value.meta.get(NO_VERSION_CHECK)].append((value, slot))
     groups = []

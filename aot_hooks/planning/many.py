@@ -274,7 +274,9 @@ class Group:
         over: bytes of the budget that no plan may take, because a measured step took more than predicted.
         predicted: bytes of the last step that fits.
         check: compares measured steps with the budget.
-        accepted: the traces of the last steps that need no other plan.
+        accepted: the last steps that need no other plan: the trace, and the bytes of gradients that it made.
+        accumulates: a noted step began with gradients, so it made none. A later one may.
+        awaits_gradients: a plan waited for a step that begins with gradients.
         notes_parameters: whether calls note their parameters, to find the bytes of gradients.
         needs_plan: whether a step is to be planned.
         gathered_bytes: what is gathered for the first call, see steps/parameters.py.
@@ -295,7 +297,9 @@ class Group:
     over: int = 0
     predicted: int = 0
     check: StepCheck | None = None
-    accepted: deque[Trace] = field(default_factory=lambda: deque(maxlen=_MOST_TRACES))
+    accepted: deque[tuple[Trace, int]] = field(default_factory=lambda: deque(maxlen=_MOST_TRACES))
+    accumulates: bool = False
+    awaits_gradients: bool = False
     notes_parameters: bool = True
     needs_plan: bool = False
     gathered_bytes: int = 0
@@ -363,6 +367,8 @@ class Group:
             return
         recorder, step = self.recorder, self.step
         with _lock:
+            if self.accumulates and not step.events:
+                step.notes_parameters |= any(x.is_leaf and x.grad is None for x in _with_gradient(args))
             noted = (args, pytree.tree_leaves(outputs)) if step.notes_parameters else ((), ())
             call = recorder.saves(version, *map(_with_gradient, noted))
             alone = version.mode is version.graph.mode is Mode.ALONE
@@ -403,8 +409,8 @@ class Group:
         self.time.ends()
         gathered, gathered_first = gathered_bytes(step)
         self.gathered_bytes = max(self.gathered_bytes, gathered_first)
-        trace = step.trace()
-        if trace in self.accepted:
+        trace, gradients = step.trace(), gradient_bytes(step, made_before=self.budget.asks_device)
+        if any(trace == known and gradients[-1] <= made for known, made in self.accepted):
             self.measure(step)
             return
         if step.is_part or not any(call.was_read for call in step.calls):
@@ -413,7 +419,7 @@ class Group:
         if 0 < self.incomplete < 3:  # an exception may have ended it
             return
         if step.most < 2:
-            self.accepted.append(trace)
+            self.accepted.append((trace, gradients[-1]))
             self.notes_parameters = self.notes_parameters and self.needs_plan
             self.why = f"step {self.ended} has one call at a time"
             for graph in {v.graph: None for v in trace.calls if v.mode is v.graph.mode is Mode.LEAST}:
@@ -421,7 +427,7 @@ class Group:
             return
         self.notes_parameters = self.needs_plan = not step.notes_parameters
         if step.notes_parameters:  # else the next one like it tells
-            gradients = gradient_bytes(step)
+            self.accumulates |= any(any(call.accumulates) for call in step.calls)
             for graph in {version.graph for version in trace.calls}:
                 graph.frees_inputs = frees_inputs(step, graph)
             gathered += max(step.eager_bytes - gathered_first, 0)
@@ -434,15 +440,16 @@ class Group:
         """
         taken = max(instant.nbytes(lambda version: version.nbytes) for instant in instants(lambda version: version))
         of_graphs = instants(lambda version: version.graph)
+        known = trace, of_graphs[-1].gradient_bytes
         versions = dict.fromkeys(trace.calls)
         graphs = list(dict.fromkeys(version.graph for version in versions))
         bounded = all(version.mode is Mode.PLANNED or not version.graph.sizes for version in versions)  # by guards
         if taken <= self.peak_bytes and bounded and all(version.mode is not Mode.LEAST for version in versions):
-            self.accepted.append(trace)
+            self.accepted.append(known)
             self.predicted = taken
             self.measure(step)
         elif all(v.mode is v.graph.mode is Mode.PLANNED for v in versions) and self.has_plan_for(of_graphs):
-            self.accepted.append(trace)  # nothing is tighter, which was a warning when it was compiled
+            self.accepted.append(known)  # nothing is tighter, which was a warning when it was compiled
             self.predicted = taken
         else:
             why = next(filter(None, (graph.why_not_again() for graph in graphs)), "")
@@ -459,7 +466,7 @@ class Group:
             if not why or self.busy:
                 self.notes_parameters = self.needs_plan = True  # the next step is checked, or planned
             else:
-                self.accepted.append(trace)
+                self.accepted.append(known)
             if why and not 0 < self.busy < _MOST_BUSY:
                 self.warn(taken, step, why)
 
@@ -472,19 +479,24 @@ class Group:
             self.accepted.clear()  # the next step is over what is left, and gets another plan
 
     def has_plan_for(self, instants: Sequence[Instant]) -> bool:
-        """Whether the graphs have been planned for a step of these instants."""
+        """Whether the graphs have been planned for a step of these instants, with as many bytes of gradients."""
 
         def calls(instants: Sequence[Instant]) -> list[Any]:
             return [(instant.phase, instant.runs, instant.holding) for instant in instants]
 
-        found = calls(instants)
-        return self.planned_peak == self.peak_bytes and any(calls(each) == found for each in self.traces)
+        found = [calls(each) for each in self.traces if each[-1].gradient_bytes >= instants[-1].gradient_bytes]
+        return self.planned_peak == self.peak_bytes and calls(instants) in found
 
     def plan(self, trace: Trace, instants: list[Instant], graphs: Sequence[Graph]) -> None:
         """Have the graphs compiled again for a step like `trace`, of these instants."""
         stock = {graph: graph.stock for graph in graphs}
         least = {graph: graph.least or graph.stock for graph in graphs}
         share = shares(instants, least, stock, self.peak_bytes)
+        if share < 0 and not self.accumulates and not self.awaits_gradients:
+            without = [replace(instant, gradient_bytes=0) for instant in instants]
+            self.awaits_gradients = shares(without, least, stock, self.peak_bytes) >= 0
+            if self.awaits_gradients:  # the first step makes them; whether each does, the next one shows
+                return
         if share < 0 and not self.counted and all(graph.least for graph in graphs):
             # What holds the least may take much while it runs: which is right depends on the number of calls.
             self.counted, self.traces = True, latest([*self.traces, instants], 1)

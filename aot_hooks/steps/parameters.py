@@ -17,15 +17,20 @@ from .recorder import Phase, Step
 _GATHERED = 2
 
 
-def gradient_bytes(step: Step) -> list[int]:
-    """The bytes of gradients that earlier backwards left, at each event. They are those that parameters have now."""
+def gradient_bytes(step: Step, *, made_before: bool) -> list[int]:
+    """The bytes of gradients that earlier backwards left, at each event. They are those that parameters have now.
+
+    `made_before`: also of parameters that had a gradient before the step, to which a backward adds.
+    """
     found: list[int] = []
     known: dict[int, int] = {}
     for event in step.events:
         found.append(sum(known.values()))
         if event.phase is Phase.BACKWARD:
-            parameters = [p for ref in step.calls[event.call].parameters if (p := ref()) is not None]
-            known |= {id(p): p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None}
+            call = step.calls[event.call]
+            for ref, accumulates in zip(call.parameters, call.accumulates, strict=True):
+                if (p := ref()) is not None and p.grad is not None and (made_before or not accumulates):
+                    known[id(p)] = p.grad.numel() * p.grad.element_size()
     return found
 
 

@@ -38,6 +38,7 @@ class Terms(NamedTuple):
     to_device: float
     ends_graph: float = True  # no other operator of its graph comes after this one
     is_symbolic: float = False  # the bytes of its tensors differ from call to call
+    min_bytes: float = 0.0  # what has less when it runs stays, also if a plan sends it
     room: tuple[float, ...] = ()
     """Of a budget: the bytes that items may take on the device, beside those of the call that runs. (): no budget.
 
@@ -46,8 +47,8 @@ class Terms(NamedTuple):
 
     @staticmethod
     def of(numbers: Sequence[float]) -> Terms:
-        in_flight_bytes, max_stall_ms, to_host, to_device, ends_graph, is_symbolic, *room = numbers
-        return Terms(in_flight_bytes, max_stall_ms, to_host, to_device, ends_graph, is_symbolic, tuple(room))
+        in_flight_bytes, max_stall_ms, to_host, to_device, ends_graph, is_symbolic, min_bytes, *room = numbers
+        return Terms(in_flight_bytes, max_stall_ms, to_host, to_device, ends_graph, is_symbolic, min_bytes, tuple(room))
 
     def numbers(self) -> list[float]:
         *single, room = self

@@ -96,6 +96,7 @@ class Call:
         what: what runs, see `Trace.calls`.
         was_read: its backward has run, at least once.
         parameters: weak references to the parameters that it reads, if its step notes them.
+        accumulates: for each of these, whether it had a gradient by then.
         outputs: likewise, to tensors with a gradient that it returned.
         inputs: the memory of other tensors with a gradient that it reads.
         is_chained: a call of the same graph returned all these.
@@ -106,6 +107,7 @@ class Call:
     what: Any
     was_read: bool = False
     parameters: Sequence[weakref.ref[torch.Tensor]] = ()
+    accumulates: Sequence[bool] = ()
     inputs: Sequence[StorageWeakRef] = ()
     outputs: Sequence[weakref.ref[torch.Tensor]] = ()
     is_chained: bool = False
@@ -209,8 +211,9 @@ class Recorder:
             step = self.step
             call = Call(step.number, len(step.calls), what)
             if step.notes_parameters:
-                made = [x for x in inputs if not x.is_leaf]
-                call.parameters = [weakref.ref(x) for x in inputs if x.is_leaf]
+                made, leaves = ([x for x in inputs if x.is_leaf == leaf] for leaf in (False, True))
+                call.parameters = [*map(weakref.ref, leaves)]
+                call.accumulates = [x.grad is not None for x in leaves]
                 call.inputs = [StorageWeakRef(x.untyped_storage()) for x in made]
                 call.outputs = [*map(weakref.ref, outputs)]
                 same = (other for other in step.calls if self.kind_of(other.what) == self.kind_of(what))

@@ -314,6 +314,23 @@ def test_a_first_plan_that_can_not_be_is_an_error_at_the_call_and_names_the_step
         assert_equal(train(model, x), expected)
 
 
+def test_gradients_from_before_a_step_are_none_of_its_bytes(tmp_path):
+    """The budget is below the gradients and what a backward takes. The first step makes them, later ones add."""
+    torch.manual_seed(0)
+    model, x = model_of(*[Block] * 6), torch.randn(64, WIDTH, requires_grad=True)
+    expected, peak = gradients(model, x), 400_000
+    compile_blocks(model, budget(peak, max_error=0))
+    for step in range(5):
+        model.zero_grad(set_to_none=False)
+        taken = most_allocated(lambda: loss_of(model, x).backward(), tmp_path)
+        assert taken <= peak or step == 0
+        assert_equal([p.grad for p in model.parameters()], expected)
+    assert all(plan.in_step is not None and plan.in_step.other_bytes == 0 for plan in aot_hooks.last_plans(model))
+    with pytest.warns(BudgetWarning, match="gradients that the step makes hold up to"):
+        for _ in range(4):  # each makes them again
+            assert_equal(train(model, x), expected)
+
+
 def test_a_later_plan_that_can_not_be_is_a_warning_and_the_least_is_taken(x):
     model = model_of(*[Block] * 24)
     expected, peak = gradients(model, x), peak_of(model[:4], x, 0.6)

@@ -255,7 +255,7 @@ def test_a_budget_sends_all_before_it_has_a_plan() -> None:
 
 
 def test_terms_of_a_budget_are_numbers_and_back() -> None:
-    terms = Terms(1.0, 2.0, 3.0, 4.0, True, False, (5.0, 6.0))
+    terms = Terms(1.0, 2.0, 3.0, 4.0, True, False, 7.0, (5.0, 6.0))
     assert Terms.of(terms.numbers()) == terms
     plain = terms._replace(room=())
-    assert Terms.of(plain.numbers()) == plain and len(plain.numbers()) == 6
+    assert Terms.of(plain.numbers()) == plain and len(plain.numbers()) == 7
