@@ -28,25 +28,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import measure
 import torch
 import transformers
-from measure import (
-    ANYWHERE,
-    GIB,
-    MIB,
-    Served,
-    conditions,
-    default_device,
-    first_line,
-    format_columns,
-    measure_bytes,
-    number,
-    parser_of,
-    print_rows,
-    relative_error,
-    step_ms,
-    write,
-)
 from torch import Tensor, nn
 
 import aot_hooks
@@ -169,13 +153,13 @@ def rows_of(name: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]
         found = gradient(model, function, x)
         reference = found if reference is None else reference
         again = gradient(model, function, x)
-        row["noise"] = relative_error(again, found)
-        row["error"] = relative_error(found, reference)
+        row["noise"] = measure.relative_error(again, found)
+        row["error"] = measure.relative_error(found, reference)
         row["bitwise"] = torch.equal(found, reference)
-        row["float32_error"] = None if exact is None else relative_error(found, exact)
+        row["float32_error"] = None if exact is None else measure.relative_error(found, exact)
         del found, again
         gc.collect()
-        measured, _ = measure_bytes(lambda f=function: f(x), lambda loss: loss.backward(), device)
+        measured, _ = measure.measure_bytes(lambda f=function: f(x), lambda loss: loss.backward(), device)
         model.zero_grad(set_to_none=True)
         row["peak_bytes"] = measured.peak
         if policy is not aot_hooks.KEEP:
@@ -204,24 +188,24 @@ def _step_ms(model: nn.Module, function: Any, x: Tensor) -> float:
             model.zero_grad(set_to_none=True)
             function(x).backward()
 
-    return statistics.median([step_ms(steps, x.device) / QUEUED for _ in range(6)][1:])
+    return statistics.median([measure.step_ms(steps, x.device) / QUEUED for _ in range(6)][1:])
 
 
 def serve(connection: Any, name: str, options: argparse.Namespace) -> None:
     try:
         rows, steps = rows_of(name, options)
     except Exception as error:
-        connection.send(first_line(error))
+        connection.send(measure.first_line(error))
         return
     connection.send(rows)
     connection.recv()
     connection.send([step() for step in steps])
 
 
-def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+def rows_of_all(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of all models, and what went wrong."""
     rows, failures = [], []
-    served = [(name, Served(serve, name, options)) for name in options.models.split(",")]
+    served = [(name, measure.Served(serve, name, options)) for name in options.models.split(",")]
     for name, process, answer in [(name, process, process.answer()) for name, process in served]:
         if isinstance(answer, str):
             failures.append(f"{name}: {answer}")
@@ -248,29 +232,29 @@ def wrong(rows: list[dict[str, Any]], *, same_bits: bool) -> list[str]:
 
 
 def format_rows(rows: list[dict[str, Any]]) -> str:
-    unit, title = (GIB, "GiB") if any(row["peak_bytes"] > GIB for row in rows) else (MIB, "MiB")
+    unit, title = (measure.GIB, "GiB") if any(row["peak_bytes"] > measure.GIB for row in rows) else (measure.MIB, "MiB")
     lines = [["model", "means", f"budget {title}", "predicted", "peak", "/ stock", "predicted", "error", "noise"]]
     lines[0].append("to float32")
     for row in rows:
-        peaks = [number(row.get(f"{key}_bytes"), ".3f", unit) for key in ("budget", "predicted_peak", "peak")]
+        peaks = [measure.number(row.get(f"{key}_bytes"), ".3f", unit) for key in ("budget", "predicted_peak", "peak")]
         ratios = [f"{row[key]:.3f}" for key in ("ratio", "predicted_ratio")]
-        errors = [number(row[key], ".2g") for key in ("error", "noise", "float32_error")]
+        errors = [measure.number(row[key], ".2g") for key in ("error", "noise", "float32_error")]
         lines.append([row["model"], row["means"], *peaks, *ratios, *errors])
-    return format_columns(lines)
+    return measure.format_columns(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = parser_of(__doc__, small=ANYWHERE)
+    parser = measure.parser_of(__doc__, small=measure.ANYWHERE)
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated")
     parser.add_argument("--casts", action="store_true", help="generated code rounds as eager mode does")
-    parser.add_argument("--device", default=default_device())
+    parser.add_argument("--device", default=measure.default_device())
     options = parser.parse_args(arguments)
-    rows, failures = measure(options)
+    rows, failures = rows_of_all(options)
     if options.json is not None:
-        header = conditions(torch.device(options.device), transformers=transformers.__version__)
+        header = measure.conditions(torch.device(options.device), transformers=transformers.__version__)
         header |= (SMALL if options.small else LARGE) | {"emulate_precision_casts": options.casts}
-        write(options.json, {"header": header, "rows": rows, "failures": failures})
-    return print_rows(rows, failures, format_rows)
+        measure.write(options.json, {"header": header, "rows": rows, "failures": failures})
+    return measure.print_rows(rows, failures, format_rows)
 
 
 if __name__ == "__main__":

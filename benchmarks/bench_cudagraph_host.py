@@ -304,9 +304,8 @@ def printed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, rounds=7)
     parser.add_argument("--calls", type=int, default=300, help="calls a round")
-    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     result = {

@@ -243,14 +243,10 @@ def measured(
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, layers=16, width=4096, tokens=8192, steps=10)
     parser.add_argument("--parallel", choices=("fsdp", "ddp", "tp", "fsdp_tp", "pipeline"), default="fsdp")
     parser.add_argument("--rows", default=",".join(ROWS), help=", ".join(ROWS))
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=0, help="words of a whole Llama of transformers; needs fsdp")
-    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--varied", action="store_true", help="each step has another length; ms is the mean")
     parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
     parser.add_argument("--verbose", action="store_true", help="log which plans of a step are tried")

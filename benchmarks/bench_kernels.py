@@ -129,10 +129,8 @@ def format_table(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--rows", type=int, default=16384)
+    parser = parser_of(__doc__, rows=16384, rounds=10)
     parser.add_argument("--columns", type=int, nargs="+", default=[4096, 14336])
-    parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "needs a CUDA device\n")

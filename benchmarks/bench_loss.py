@@ -23,7 +23,6 @@ from measure import (
     ANYWHERE,
     GIB,
     conditions,
-    default_device,
     format_columns,
     measure_bytes,
     parser_of,
@@ -70,13 +69,7 @@ def measured(way: str, inner: str, inputs: tuple[Tensor, Tensor, Tensor], rounds
 
 
 def main() -> None:
-    parser = parser_of(__doc__, small=ANYWHERE)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", default=default_device())
-    parser.add_argument("--inner", default="inductor", choices=("inductor", "aten"))
+    parser = parser_of(__doc__, small=ANYWHERE, where=True, tokens=16384, width=4096, vocabulary=128256, rounds=7)
     parser.add_argument("--ways", default=",".join(WAYS))
     said = parser.parse_args()
     if said.small:

@@ -46,7 +46,6 @@ from measure import (
     GIB,
     Served,
     conditions,
-    default_device,
     first_line,
     format_columns,
     measure_bytes,
@@ -271,17 +270,12 @@ def show(result: dict[str, Any], tokens: int) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, small=ANYWHERE)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser = parser_of(
+        __doc__, small=ANYWHERE, where=True, layers=8, width=4096, tokens=8192, vocabulary=128256, rounds=8
+    )
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters: only these are trained")
-    parser.add_argument("--device", default=default_device())
-    parser.add_argument("--inner", default="inductor", choices=("inductor", "aten"))
     parser.add_argument("--ways", default=",".join((*WAYS, *BUDGETS)))
     parser.add_argument("--jobs", type=int, default=3, help="processes that compile, and hold a model, at a time")
-    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=6, help="steps before the peak is measured, at least 2")
     parser.add_argument("--causal", action="store_true", help="attention without a mask of tokens x tokens")
     parser.add_argument("--limit", type=float, default=0.0, help="GiB that a process may allocate; 0: all")

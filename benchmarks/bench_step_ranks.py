@@ -396,12 +396,10 @@ def simulate() -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, small="tiny sizes on a CPU, to see that it runs")
+    parser = parser_of(
+        __doc__, small="tiny sizes on a CPU, to see that it runs", layers=24, width=1024, tokens=512, batch=2
+    )
     parser.add_argument("--rows", default=",".join(ROWS), help="some of these, or their beginnings, such as ddp.")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--calls", type=int, default=20, help="steps of a loop that is timed")
     parser.add_argument("--steps", type=int, default=200, help="steps of a check")
     parser.add_argument("--schedules", default="lr,weight_decay,momentum,betas", help="of a check: what changes")

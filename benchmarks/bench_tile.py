@@ -61,10 +61,8 @@ def measured(way: str, sizes: dict[str, int], inner: str, device: torch.device, 
 
 
 def main() -> None:
-    parser = parser_of(__doc__, small=ANYWHERE)
+    parser = parser_of(__doc__, small=ANYWHERE, layers=4, tokens=32768)
     parser.add_argument("--ways", default=",".join(WAYS), help=", ".join(WAYS))
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=32768)
     said = parser.parse_args()
     sizes = {"layers": said.layers, "width": 4096, "tokens": said.tokens, "batch": 1}
     if said.small:

@@ -51,7 +51,7 @@ from measure import (
 from torch import Tensor
 
 sys.path.append(str(ROOT / "examples"))
-from train_gpt import read_corpus
+from train_gpt import Sizes, read_corpus
 
 import aot_hooks
 from aot_hooks.integrations.transformers import AotHooksCallback
@@ -81,13 +81,7 @@ NEEDS = {"sft": ("trl", "datasets"), "float8_training": ("torchao",)}  # by the 
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    layer_count: int
-    width: int
-    head_count: int
-    sequence: int
-    batch: int
-    step_count: int
+class Setting(Sizes):
     dtype: torch.dtype
     vocabulary: int  # words of the model; the text has 256
     inner: str  # of the hooks; stock runs the same way

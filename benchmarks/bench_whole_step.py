@@ -281,11 +281,10 @@ def bench_memory(size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, small="tiny sizes on a CPU, to see that it runs")
+    parser = parser_of(__doc__, small="tiny sizes on a CPU, to see that it runs", rounds=5)
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--calls", type=int, default=100, help="calls a round")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--reserved", choices=("without", "with"), help="print what this variant reserves, for itself")
     options = parser.parse_args()
     device = torch.device("cpu") if options.small else torch.device("cuda", torch.cuda.current_device())

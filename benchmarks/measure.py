@@ -129,10 +129,19 @@ def number(value: float | None, spec: str, unit: float = 1) -> str:
     return "" if value is None else f"{value / unit:{spec}}"
 
 
-def parser_of(doc: str | None, *, small: str = "") -> argparse.ArgumentParser:
-    """A parser of a benchmark with this docstring: --json, and --small with the help `small` if there is one."""
+def parser_of(doc: str | None, *, small: str = "", where: bool = False, **counts: int) -> argparse.ArgumentParser:
+    """A parser of a benchmark with this docstring.
+
+    It has --json, an argument for each of `counts` with its default, --device and --inner with `where`, and --small
+    with the help `small` if there is one.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write conditions and rows there")
+    for name, default in counts.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    if where:
+        parser.add_argument("--device", default=default_device())
+        parser.add_argument("--inner", default="inductor", choices=("inductor", "aten"))
     if small:
         parser.add_argument("--small", action="store_true", help=small)
     return parser

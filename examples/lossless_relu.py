@@ -26,20 +26,9 @@ from aot_hooks import Plan
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 32, 3, padding=1),
-        nn.ReLU6(),
-        nn.AdaptiveAvgPool2d(4),
-        nn.Flatten(),
-        nn.Linear(512, 128),
-        nn.LeakyReLU(),
-        nn.Dropout(0.5),
-        nn.Linear(128, 10),
-    )
+    features = [nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)]
+    features += [nn.Conv2d(32, 32, 3, padding=1), nn.ReLU6(), nn.AdaptiveAvgPool2d(4), nn.Flatten()]
+    return nn.Sequential(*features, nn.Linear(512, 128), nn.LeakyReLU(), nn.Dropout(0.5), nn.Linear(128, 10))
 
 
 def train(inner: str, policy: Any, steps: int) -> tuple[list[Tensor], Plan]:

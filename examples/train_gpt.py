@@ -44,13 +44,17 @@ LOSS_TOLERANCE = 0.02  # what --check allows between the two final losses, relat
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Sizes:
     layer_count: int
     width: int
     head_count: int
     sequence: int
     batch: int
     step_count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting(Sizes):
     learning_rate: float
     autocast: bool  # matrix products in bfloat16, parameters in float32
     corpus_bytes: int

@@ -10,7 +10,6 @@ with hooks(accelerator, aot_hooks.float8()) as training:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,16 +28,8 @@ class hooks(Training):  # a context manager, named as one
     the `with`, and if no graph that backend "inductor" compiles has run with gradients.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        policy: Any = None,
-        *,
-        scope: str | None = None,
-        options: Mapping[str, Any] | None = None,
-        check: bool | float = False,
-    ) -> None:
-        super().__init__(policy, scope=scope, options=options, check=check)
+    def __init__(self, accelerator: Accelerator, policy: Any = None, **arguments: Any) -> None:
+        super().__init__(policy, **arguments)
         self.accelerator = accelerator
 
     def __enter__(self) -> hooks:

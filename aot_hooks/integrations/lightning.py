@@ -6,7 +6,6 @@ trainer.fit(torch.compile(module), ...)         or module.net.compile() in `conf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,15 +22,8 @@ class AotHooksCallback(Callback):  # type: ignore[misc, unused-ignore]  # no typ
     that is not skipped, if no compiled graph ran in it with gradients.
     """
 
-    def __init__(
-        self,
-        policy: Any = None,
-        *,
-        scope: str | None = None,
-        options: Mapping[str, Any] | None = None,
-        check: bool | float = False,
-    ) -> None:
-        self.training = Training(policy, scope=scope, options=options, check=check)
+    def __init__(self, policy: Any = None, **arguments: Any) -> None:
+        self.training = Training(policy, **arguments)
         self._step = 0  # of the trainer, when the batch began
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

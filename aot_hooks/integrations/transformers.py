@@ -11,7 +11,6 @@ the hooks enabled.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,16 +74,8 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
 
     reads_loss_alone = False  # the trainer that trains now, as far as is known; written when it begins
 
-    def __init__(
-        self,
-        policy: Any = None,
-        *,
-        scope: str | None = None,
-        options: Mapping[str, Any] | None = None,
-        check: bool | float = False,
-        keep_logits: bool | None = None,
-    ) -> None:
-        self.training = Training(policy, scope=scope, options=options, check=check)
+    def __init__(self, policy: Any = None, *, keep_logits: bool | None = None, **arguments: Any) -> None:
+        self.training = Training(policy, **arguments)
         self.keep_logits = keep_logits
 
     def add_to(self, trainer: Trainer) -> AotHooksCallback:

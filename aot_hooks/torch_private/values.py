@@ -40,6 +40,11 @@ SYMBOLS = {
     "telling a hook that makes sizes of values": "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols",
 }
 PROTOCOLS = {
+    "tracing a hook for a key": {
+        "torch._guards.TracingContext": "try_get fake_mode",
+        "torch._subclasses.fake_tensor.FakeTensor": "constant",
+        "torch._subclasses.fake_tensor.FakeTensorMode": "allow_non_fake_inputs shape_env",
+    },
     "hooks that make sizes of values": {
         "torch.fx.experimental.symbolic_shapes.ShapeEnv": "pending_fresh_unbacked_symbols",
     },
@@ -50,11 +55,6 @@ PROTOCOLS = {
     },
     "telling what operators do to their arguments": {"torch._ops.OpOverload": "_schema"},
     "telling who shares memory": {"torch.UntypedStorage": "_cdata"},
-    "tracing a hook for a key": {
-        "torch._guards.TracingContext": "try_get fake_mode",
-        "torch._subclasses.fake_tensor.FakeTensor": "constant",
-        "torch._subclasses.fake_tensor.FakeTensorMode": "allow_non_fake_inputs shape_env",
-    },
 }
 
 need = needing(SYMBOLS)

@@ -13,7 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from trained import ATEN, TEXT, VOCABULARY, llama, losses_of  # noqa: E402
+from trained import ATEN, TEXT, VOCABULARY, arguments_of, llama, losses_of  # noqa: E402
 
 import aot_hooks  # noqa: E402
 from aot_hooks import enable, errors, lossless  # noqa: E402
@@ -41,24 +41,9 @@ class OwnLoss(transformers.Trainer):
 
 def trained(tmp_path: Path, callback: Any = None, kind: Any = transformers.Trainer, **arguments: Any) -> Any:
     """In eager mode without a callback."""
-    settings: dict[str, Any] = {
-        "output_dir": str(tmp_path),
-        "per_device_train_batch_size": 8,
-        "max_steps": 1,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "use_cpu": True,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "torch_compile": callback is not None,
-        "seed": 0,
-        "dataloader_pin_memory": False,
-    }
+    settings = {"max_steps": 1, "torch_compile": callback is not None} | arguments
     data = [{"input_ids": row, "labels": row} for row in TEXT[:32]]
-    trainer = kind(
-        llama(), transformers.TrainingArguments(**settings | arguments), train_dataset=data, eval_dataset=data[:5]
-    )
+    trainer = kind(llama(), arguments_of(tmp_path, **settings), train_dataset=data, eval_dataset=data[:5])
     if callback is not None:
         callback.add_to(trainer)
     trainer.train()

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from accelerate.state import GradientState  # noqa: E402
-from trained import ATEN, TEXT, gpt2, llama, losses_of  # noqa: E402
+from trained import ATEN, TEXT, arguments_of, gpt2, llama, losses_of  # noqa: E402
 
 import aot_hooks  # noqa: E402
 from aot_hooks import budget, errors, float8, lossless, offload  # noqa: E402
@@ -38,24 +38,10 @@ def trainer_of(
     kind: Any = transformers.Trainer,
     **arguments: Any,
 ) -> Any:
-    settings: dict[str, Any] = {
-        "output_dir": str(tmp_path),
-        "per_device_train_batch_size": 8,
-        "max_steps": 6,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "use_cpu": True,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "torch_compile": True,
-        "seed": 0,
-        "dataloader_pin_memory": False,
-    }
     data = [{"input_ids": row, "labels": row} for row in TEXT[:rows]]
     trainer = kind(
         llama() if model is None else model,
-        transformers.TrainingArguments(**settings | arguments),
+        arguments_of(tmp_path, **{"max_steps": 6, "torch_compile": True} | arguments),
         train_dataset=data,
         eval_dataset=data[:5],
         callbacks=callbacks,

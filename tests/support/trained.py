@@ -36,6 +36,25 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
+def arguments_of(folder: Any, **others: Any) -> Any:
+    """`TrainingArguments` of transformers for some steps on a CPU, in the same order each time."""
+    import transformers
+
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 0,
+        "dataloader_pin_memory": False,
+    }
+    return transformers.TrainingArguments(**settings | others)
+
+
 def losses_of(trainer: Any) -> list[float]:
     """The losses that a `Trainer` of transformers has logged while it trained."""
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
