@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 _ONE = 5  # limits that one parameter may be off by: at 0.1 half of its gradient, as small gradients are mostly rounding
-_PIECE = 1 << 24  # elements that are compared at once: 64 MiB of float32 beside gradients that fill the device
+_PIECE = 1 << 23  # elements that are compared at once: 64 MiB of float64 beside gradients that fill the device
 # smallest norm of a gradient that means something, as a share of the norm of all: what is below it is rounding
 VANISHING = {torch.float64: 1e-14, torch.float32: 1e-7, torch.float16: 1e-4, torch.bfloat16: 1e-4}
 
@@ -32,7 +32,7 @@ class Deviation:
 
     @property
     def error(self) -> float:
-        return _ratio([self])
+        return relative_error([self])
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ class Error:
         total = math.sqrt(sum(each.norm2 for each in known))
         named = [o for o in leaves or known if math.sqrt(o.norm2) > VANISHING.get(o.dtype, 0.0) * total]
         passed_on = [each for each in known if not each.is_leaf]
-        return Error(_ratio(leaves), _ratio(passed_on), max(named, key=lambda each: each.error, default=None))
+        return Error(
+            relative_error(leaves), relative_error(passed_on), max(named, key=lambda each: each.error, default=None)
+        )
 
     @property
     def most(self) -> float:
@@ -66,7 +68,9 @@ class Error:
         return self.most > limit or (self.worst is not None and self.worst.error > _ONE * limit)
 
 
-def _ratio(found: Sequence[Deviation]) -> float:
+def relative_error(found: Iterable[Deviation]) -> float:
+    """The error of all tensors of `found` together; infinite if one with hooks is not finite, or none has a norm."""
+    found = list(found)
     off2, norm2 = sum(each.off2 for each in found), sum(each.norm2 for each in found)
     if math.isnan(off2):
         return math.inf
@@ -100,24 +104,22 @@ def _squares(without: torch.Tensor | None, found: torch.Tensor | None) -> torch.
 
 
 def _pieces(like: torch.Tensor, gradient: torch.Tensor | None) -> Iterable[torch.Tensor]:
-    """The numbers of a gradient, as float32 or float64, in pieces along its first dimension."""
+    """The numbers of a gradient, as float64, in pieces along its first dimension."""
     local = getattr(like, "to_local", None)  # each process of a DTensor looks at its own part
     like = like if local is None else local()
     rows = like.shape[0] if like.dim() else 1
     step = max(1, _PIECE * rows // max(1, like.numel()))
-    wide = torch.float64 if like.dtype in (torch.float64, torch.complex128) else torch.float32
     if gradient is not None and local is not None:
         gradient = gradient.to_local()  # type: ignore[attr-defined]
     for begin in range(0, rows, step):
-        part = like[begin : begin + step] if like.dim() else like
         if gradient is None:
-            yield torch.zeros(1, dtype=wide, device=like.device)
+            yield torch.zeros(1, dtype=torch.float64, device=like.device)
             continue
         part = gradient[begin : begin + step] if gradient.dim() else gradient
         part = part.to_dense() if part.layout is not torch.strided else part
-        yield (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).to(wide)
+        yield (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).double()
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+    norm: torch.Tensor = torch.linalg.vector_norm(x)
     return norm.square()

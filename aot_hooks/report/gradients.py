@@ -11,16 +11,16 @@ are restored at the end; other side effects of `fn` happen in each run.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..backend import with_options
-from ..check.comparison import VANISHING
+from ..check.comparison import VANISHING, Deviation, deviations, relative_error
 from ..context.entering import saved_tensors_policy
 from ..context.pairs import ambient
 from ..errors import OptionError
@@ -147,7 +147,7 @@ def check_gradients(
     backend = with_options(options)
     hooks = None if policy is None else saved_tensors_policy(policy, scope=scope)
     modules = _modules(fn, args, kwargs)
-    run = functools.partial(_run, fn, args, kwargs, backend, dynamic, modules)
+    run = partial(_run, fn, args, kwargs, backend, dynamic, modules)
     reference, found = run(saved_tensors_policy(KEEP)), run(hooks or contextlib.nullcontext())
     if reference.random_states != found.random_states and _output_error(reference, found) > _SAME:
         setting = hooks.setting if hooks is not None else ambient()[0]
@@ -159,14 +159,15 @@ def check_gradients(
                 packing_policy = Assignment.of(rule, around=_exact)
             packing = run(saved_tensors_policy(packing_policy, scope=setting.scope))
             reference = min((reference, packing), key=lambda other: _output_error(other, found))
-    both = [(name, g0, found.grads[name]) for name, g0 in reference.grads.items() if g0 is not None]
-    gradients = [(name, g0, torch.zeros_like(g0) if g is None else g) for name, g0, g in both]
-    finite = [(g0, g) for _, g0, g in gradients if _is_finite(g0)]
-    total_norm = _norm([g0 for g0, _ in finite])
-    rows = sorted((_row(name, g0, g, total_norm) for name, g0, g in gradients), key=_worst_first)
+    names = [name for name, g0 in reference.grads.items() if g0 is not None]
+    gradients, others = ([run.grads[name] for name in names] for run in (reference, found))
+    compared = deviations([(name, True) for name in names], gradients, others)
+    finite = [each for each in compared if math.isfinite(each.norm2)]
+    total_norm = math.sqrt(sum(each.norm2 for each in finite))
+    rows = sorted(map(partial(_row, total_norm), compared, gradients, others), key=_worst_first)
     output_error = _output_error(reference, found)
     same_random_numbers = reference.random_states == found.random_states or output_error < _ROUNDED
-    return GradientReport(tuple(rows), _error(finite), output_error, same_random_numbers, found.plan)
+    return GradientReport(tuple(rows), relative_error(finite), output_error, same_random_numbers, found.plan)
 
 
 @dataclass(frozen=True)
@@ -248,10 +249,12 @@ def _cotangent(output: torch.Tensor) -> torch.Tensor:
     return torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
 
 
-def _row(name: str, g0: torch.Tensor, g: torch.Tensor, total_norm: float) -> GradientRow:
-    norm, error = _norm([g0]), _error([(g0, g)])
+def _row(total_norm: float, compared: Deviation, g0: Any, g: Any) -> GradientRow:
+    norm, finite = math.sqrt(compared.norm2), (True if g is None else bool(torch.isfinite(g).all()))
+    finite_without = math.isfinite(compared.norm2)
+    error = compared.error if finite and finite_without else math.nan
     vanishes = norm < VANISHING.get(g0.dtype, 0.0) * total_norm
-    return GradientRow(name, tuple(g0.shape), g0.dtype, norm, error, _is_finite(g), _is_finite(g0), vanishes)
+    return GradientRow(compared.name, tuple(g0.shape), g0.dtype, norm, error, finite, finite_without, vanishes)
 
 
 def _worst_first(row: GradientRow) -> tuple[bool, bool, bool, float]:
@@ -259,26 +262,9 @@ def _worst_first(row: GradientRow) -> tuple[bool, bool, bool, float]:
     return row.finite or not row.finite_without, not row.finite_without, row.vanishes, -error
 
 
-def _is_finite(t: torch.Tensor) -> bool:
-    return bool(torch.isfinite(t).all())
-
-
 def _output_error(reference: _Run, found: _Run) -> float:
-    return _error(list(zip(reference.outputs, found.outputs, strict=True)))
-
-
-def _error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    off = _norm([b.to(_wide(a)) - a.to(_wide(a)) for a, b in pairs])
-    norm = _norm([a for a, _ in pairs])
-    return off / norm if norm else math.inf if off else 0.0
-
-
-def _norm(tensors: list[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(torch.linalg.vector_norm(t, dtype=_wide(t))) ** 2 for t in tensors))
-
-
-def _wide(t: torch.Tensor) -> torch.dtype:
-    return torch.complex128 if t.is_complex() else torch.float64
+    names = [(str(i), False) for i, _ in enumerate(found.outputs)]
+    return relative_error(deviations(names, reference.outputs, found.outputs))
 
 
 def _modules(fn: Any, args: Any, kwargs: Any) -> dict[str, torch.nn.Module]:
