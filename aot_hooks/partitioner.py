@@ -41,6 +41,7 @@ from .passes.live_bytes import LivePoint, live_bytes
 from .passes.partition import parameters_of, partitioned, state_of
 from .passes.permutations import gather_gradients
 from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
+from .passes.regions import RegionRow
 from .passes.rewrite import RewriteOptions, rewrite
 from .passes.tile import Tiled, tiled
 from .passes.units import Tracer, tracer
@@ -122,7 +123,7 @@ class PlanningPartition:
         carry_names(joint.graph)
         apart = bool(self.hooks.regions) and repeats_across_regions(joint.graph)
         nested = joint_inputs == []  # a nested compiled region
-        notes: list[Chunked | Tiled] = []
+        notes: list[RegionRow] = []
         rules = [setting.rule for setting in self.hooks.settings if setting.rule is not KEEP]
         if rules:  # else all is as torch has it
             gather_gradients(joint, sums=any(map(_may_round, rules)))
@@ -159,7 +160,7 @@ class _Partitioning:
     nested: bool
     apart: bool
     static: tuple[int, ...]
-    notes: list[Chunked | Tiled]
+    notes: list[RegionRow]
     shared: Shared
     number: int
 
@@ -356,29 +357,29 @@ def _mended(
     return finished(*partitioned(joint, lambda: partition(joint, joint_inputs, **kwargs), kwargs["num_fwd_outputs"]))
 
 
-def in_parts(options: Options, gm: GraphModule, notes: list[Chunked | Tiled] | None = None) -> GraphModule:
+def in_parts(options: Options, gm: GraphModule, notes: list[RegionRow] | None = None) -> GraphModule:
     """`gm` with its loss in chunks and its layers in tiles, if the options say so.
 
     `notes`: what was done with each, or why not, is appended.
     """
-    chunks: tuple[Chunked, ...] = ()
-    tiles: tuple[Tiled, ...] = ()
+    rows: list[tuple[str, tuple[RegionRow, ...]]] = []
     if options.chunk:
         gm, chunks = chunked(gm, None if options.chunk is True else options.chunk)
-        unused.not_chunked(chunks)
+        rows.append(("chunk", chunks))
     if options.tile:
         tokens = options.tile if type(options.tile) is int else None
         gm, tiles = tiled(gm, tokens, again=options.tile != "backward")
-        unused.not_tiled(tiles)
-    for name, rows in (("chunk", chunks), ("tile", tiles)):
-        for each in rows:
+        rows.append(("tile", tiles))
+    for name, found in rows:
+        unused.left_whole(name, found)
+        for each in found:
             log.info("%s: %s", name, each)
-    if notes is not None:
-        notes += [*chunks, *tiles]
+        if notes is not None:
+            notes += found
     return gm
 
 
-def _rows(notes: Sequence[Chunked | Tiled]) -> dict[str, Any]:
+def _rows(notes: Sequence[RegionRow]) -> dict[str, Any]:
     """Fields of a plan."""
     kinds = (("chunked", Chunked), ("tiled", Tiled))
     return {name: tuple(each for each in notes if isinstance(each, kind)) for name, kind in kinds}

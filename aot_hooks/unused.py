@@ -4,8 +4,7 @@
       the first backward after that           --warning_if_unused-->  nothing packed; a key that matched nothing
       an eager operator saves, a context ends --context_left-->       no tensor was saved, or a budget had no graph
       AOTAutograd traces a pair of ours       --traced-->             another backend compiles the function
-      a last layer can't be computed in chunks --not_chunked-->       its logits stay whole
-      no part can be computed in tiles         --not_tiled-->         its wide values stay whole
+      a last layer can't be computed in chunks, or a part of a layer in tiles --left_whole-->  it stays whole
       a graph is compiled under a checkpoint  --checkpointed-->       the checkpoint's own hooks are the innermost
 
 If its graphs packed something, a step pays for a counter in eager parts, and a set lookup when a context ends.
@@ -25,9 +24,8 @@ import torch
 
 from .errors import TORCH, UnusedWarning, warn_user
 from .hook import KEEP
-from .passes.chunk import Chunked
 from .passes.plan import Decision, Plan
-from .passes.tile import Tiled
+from .passes.regions import RegionRow
 from .policies import ByKey, key_text, keys_in
 from .settings.setting import Setting
 from .steps.schedule import DECIDED_LATER
@@ -254,20 +252,11 @@ def checkpointed(setting: Setting) -> None:
     )
 
 
-def not_chunked(found: Sequence[Chunked]) -> None:
-    """Warn of last layers that `options["chunk"]` leaves as they are, unless another of the graph is in chunks."""
-    if any(each.done for each in found):
-        return
-    for each in found:
-        _warn((each.layer, "chunk"), f"options['chunk']: {each}")
-
-
-def not_tiled(found: Sequence[Tiled]) -> None:
-    """Warn of parts that `options["tile"]` leaves as they are, unless another of the graph is in tiles."""
-    if any(each.done for each in found):
-        return
-    for each in found:
-        _warn((each.part, "tile"), f"options['tile']: {each}")
+def left_whole(option: str, found: Sequence[RegionRow]) -> None:
+    """Warn of what `options[option]`, "chunk" or "tile", leaves as it is, unless another of the graph is in parts."""
+    if not any(row.done for row in found):
+        for row in found:
+            _warn((row.region, option), f"options[{option!r}]: {row}")
 
 
 def _warn(about: tuple[str, str], message: str) -> None:

@@ -37,6 +37,7 @@ from .nodes import (
     argument_positions,
     has_tag,
     is_view,
+    numel,
     op_name,
     region_body,
     source_line,
@@ -253,8 +254,8 @@ class BackwardReads:
 
     def _is_broadcast(self, value: Node, user: Node) -> bool:
         """Whether `user`, or what moves the gradient that it makes, has many results for each number of `value`."""
-        most = _BROADCAST * _numel(value)
-        return has_tag(user, torch.Tag.pointwise) and any(_numel(node) > most for node in self._moved(user))
+        most = _BROADCAST * numel(value)
+        return has_tag(user, torch.Tag.pointwise) and any(numel(node) > most for node in self._moved(user))
 
     def _is_divided(self, user: Node) -> bool:
         """Whether `user` divides element by element, or moves a gradient into such a division.
@@ -267,7 +268,7 @@ class BackwardReads:
             divisors: list[Any] = [node.args[1]] if node.target is _aten.div.Tensor else []
             if node.target is _aten.mul.Tensor:
                 divisors = [a for a in node.args if isinstance(a, Node) and a.target is _aten.reciprocal.default]
-            big = [d for d in divisors if isinstance(d, Node) and _numel(d) >= _numel(node) > 1]
+            big = [d for d in divisors if isinstance(d, Node) and numel(d) >= numel(node) > 1]
             if not self.of_tangents.issuperset(big):
                 return True
         return False
@@ -323,10 +324,10 @@ class BackwardReads:
                 answer = self._last_of_the_decision(user)
                 users = tuple(answer.users)
                 outcome = answer.meta["val"]
-                size = _numel(answer) / 8 if outcome.dtype is torch.bool else tensor_bytes(outcome)
+                size = numel(answer) / 8 if outcome.dtype is torch.bool else tensor_bytes(outcome)
             elif tests := exact_tests(user, value):
                 answer, users = value, (user,)
-                size = _numel(answer) / 4
+                size = numel(answer) / 4
             most = _MAX_ANSWER_BYTES * tensor_bytes(start.meta["val"])
             if answer is not None and (size > most or answer not in self._computable):
                 answer, users, tests = None, (), None
@@ -341,7 +342,7 @@ class BackwardReads:
             value = user.meta.get("val")
             if user in self.of_tangents or not isinstance(value, torch.Tensor) or value.dtype is not torch.bool:
                 break
-            if user not in self._computable or _numel(user) > _numel(node):
+            if user not in self._computable or numel(user) > numel(node):
                 break
             node = user
         return node
@@ -418,11 +419,6 @@ def _is_cheap(node: Node) -> bool:
     if has_tag(node, torch.Tag.nondeterministic_seeded):
         return False
     return has_tag(node, torch.Tag.pointwise) or is_view(node) or target_name(node) in tables.CHEAP
-
-
-def _numel(node: Node) -> float:
-    value = node.meta.get("val")
-    return float(torch_values.hint(value.numel())) if isinstance(value, torch.Tensor) else 0.0
 
 
 # --- readers that only compare the saved numbers with constants -------------------------------------------------------

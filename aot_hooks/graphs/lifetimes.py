@@ -47,7 +47,7 @@ _MOST_READ = 4  # torch._inductor.config.realize_reads_threshold
 _LONG_ROW = 1024  # torch._inductor.config.padding_stride_threshold
 _FAR = 8  # products between a product and the sum that it is added to: more than a layer's gradients have
 _INTO_LARGER = ("aten.slice_scatter.default", "aten.select_scatter.default", "aten.constant_pad_nd.default")
-_CONSTANTS = ("aten.full.default", "aten.scalar_tensor.default", "prims.iota.default")
+CONSTANTS = ("aten.full.default", "aten.scalar_tensor.default", "prims.iota.default")
 # Inductor computes what these look up in their own kernel, as much as is looked up: float32 logits, for the loss
 _LOOKUPS = ("aten.gather.default", "aten.index.Tensor", "aten.embedding.default")
 # Inductor writes the first argument of these, if it is a constant, into the memory of the result
@@ -424,9 +424,7 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
     `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
     """
     late = late_products(nodes)
-    kernels = [
-        node for node in nodes if not fuses(node) and node.op != "output" and target_name(node) not in _CONSTANTS
-    ]
+    kernels = [node for node in nodes if not fuses(node) and node.op != "output" and target_name(node) not in CONSTANTS]
     if fuse_loops:
         kernels = [node for node in kernels if not is_loop(node)]
     masks = random_masks(nodes)
@@ -461,4 +459,4 @@ def _read_from_memory(node: Node) -> list[Node]:
     if reduces(node) or target_name(node) in _LOOKUPS:
         return []
     copied = node.args[0] if target_name(node) in _INTO_COPY else None
-    return [n for n in node.all_input_nodes if n is not copied or target_name(n) not in _CONSTANTS]
+    return [n for n in node.all_input_nodes if n is not copied or target_name(n) not in CONSTANTS]

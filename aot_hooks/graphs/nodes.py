@@ -33,6 +33,21 @@ REGION = "aot_hooks"  # the key of the setting that the operator was called unde
 NAMES = "aot_hooks_names"  # the value's names, see settings/names.py
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether `value` is a node that has one tensor."""
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def is_float(value: Any) -> bool:
+    """Whether `value` is a node that has one tensor of real floating-point numbers."""
+    return is_tensor(value) and bool(value.meta["val"].is_floating_point())
+
+
+def numel(node: Node) -> float:
+    """How many numbers the tensor of `node` has, by the hints of symbolic sizes; 0 if it has none."""
+    return float(torch_values.hint(node.meta["val"].numel())) if is_tensor(node) else 0.0
+
+
 def annotation(node: Node, key: str) -> Any:
     """`node.meta["custom"][key]`; None without it."""
     custom = node.meta.get("custom")

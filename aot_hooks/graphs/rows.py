@@ -6,9 +6,9 @@
       mm(t(grad), h)           [V, N] x [N, D]     summed over the tokens     sums of parts are added
       slice(., 1, 0, -1)       [B, T, V]           some of the tokens         the others are left out of all chunks
 
-`step_of` answers for one node: where its result has the tokens, which inputs are cut along with them, and the call that
-computes it for some tokens. In that call the dimensions of tokens are one: [B, T, V] becomes [n, V]. Operators go by
-name. One that no table has is not known to treat tokens alike, and has no step.
+`token_step` answers for one node: where its result has the tokens, which inputs are cut along with them, and the call
+that computes it for some tokens. In that call the dimensions of tokens are one: [B, T, V] becomes [n, V]. Operators go
+by name. One that no table has is not known to treat tokens alike, and has no step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from ..torch_private.values import difference, same_size
-from .nodes import argument_called, has_tag
+from .nodes import argument_called, has_tag, is_tensor
 
 _ELEMENTWISE = frozenset(
     "aten._to_copy.default aten.detach.default aten.alias.default aten.lift_fresh_copy.default aten.full_like.default "
@@ -62,7 +62,7 @@ _LINEAR = frozenset(
 
 
 @dataclass(frozen=True)
-class Kept:
+class TokenSlice:
     """A slice of tokens: `x[:, 1:-1]` drops one at both ends of dimension 1.
 
     Attributes:
@@ -91,7 +91,7 @@ class Rows:
 
     first: int
     count: int = 1
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[TokenSlice, ...] = ()
 
     def at(self, first: int, count: int | None = None) -> Rows:
         """The same tokens in other dimensions."""
@@ -114,7 +114,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Read:
+class TokenRead:
     """An input: where its tokens would be; `cut` along them, or the same for all tokens, with sizes of 1 there.
 
     `like`: sizes of the tokens' dimensions, to which an input that lacks some of them is expanded.
@@ -125,12 +125,12 @@ class Read:
     like: tuple[Any, ...] = ()
 
 
-Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
-Get = Callable[[Any], Any]  # from the arguments of a node to those of its call for some tokens
+_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+_Get = Callable[[Any], Any]  # from the arguments of a node to those of its call for some tokens
 
 
 @dataclass(frozen=True)
-class Step:
+class TokenStep:
     """How a node is computed for some tokens.
 
     Attributes:
@@ -140,16 +140,12 @@ class Step:
     """
 
     out: Rows | None
-    reads: Mapping[Node, Read]
-    build: Callable[[Get, Any], Call]
+    reads: Mapping[Node, TokenRead]
+    build: Callable[[_Get, Any], _Call]
 
 
 def shape_of(node: Node) -> tuple[Any, ...]:
     return tuple(node.meta["val"].shape)
-
-
-def is_tensor(node: Any) -> bool:
-    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def trimmed(rows: Rows, shape: Sequence[Any]) -> Rows:
@@ -162,7 +158,9 @@ def trimmed(rows: Rows, shape: Sequence[Any]) -> Rows:
     return rows.at(first, end - first)
 
 
-def step_of(node: Node, rows: Mapping[Node, Rows], wanted: Rows | None = None, *, sliced: bool = False) -> Step | None:
+def token_step(
+    node: Node, rows: Mapping[Node, Rows], wanted: Rows | None = None, *, sliced: bool = False
+) -> TokenStep | None:
     """The step of `node`; None if its operator is not known to treat tokens alike.
 
     Args:
@@ -222,15 +220,15 @@ def is_conversion(node: Node) -> bool:
     return str(node.target) in ("prims.convert_element_type.default", "aten._to_copy.default")
 
 
-def _same(node: Node) -> Callable[[Get, Any], Call]:
+def _same(node: Node) -> Callable[[_Get, Any], _Call]:
     return lambda get, _: (node.target, get(node.args), get(dict(node.kwargs)))
 
 
-def _constant(node: Node, wanted: Rows | None) -> Step | None:
+def _constant(node: Node, wanted: Rows | None) -> TokenStep | None:
     if wanted is None:
         return None
     size = shape_of(node)
-    return Step(
+    return TokenStep(
         wanted, {}, lambda get, n: (node.target, (wanted.flat(size, n), *get(node.args[1:])), get(dict(node.kwargs)))
     )
 
@@ -252,7 +250,7 @@ def carried(rows: Rows, source: Sequence[Any], target: Sequence[Any]) -> Rows | 
     return None
 
 
-def _view(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+def _view(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
     source: Any = node.args[0]
     shape = shape_of(node)
     inside = known.get(source)
@@ -262,24 +260,24 @@ def _view(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step |
     out = carried(inside, shape_of(source), shape)
     if out is None:
         return None
-    return Step(
+    return TokenStep(
         out,
-        {source: Read(inside)},
+        {source: TokenRead(inside)},
         lambda get, n: (torch.ops.aten.reshape.default, (get(source), out.flat(shape, n)), {}),
     )
 
 
-def _expand(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+def _expand(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
     source: Any = node.args[0]
     shape = shape_of(node)
     aligned = _aligned(node, {**known}, wanted)
     if aligned is None:
         return None
     out, reads = aligned
-    return Step(out, reads, lambda get, n: (node.target, (get(source), out.flat(shape, n)), {}))
+    return TokenStep(out, reads, lambda get, n: (node.target, (get(source), out.flat(shape, n)), {}))
 
 
-def _aligned(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> tuple[Rows, dict[Node, Read]] | None:
+def _aligned(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> tuple[Rows, dict[Node, TokenRead]] | None:
     """The tokens of a result against which inputs are broadcast, and the inputs' reads."""
     shape = shape_of(node)
     out = wanted
@@ -294,11 +292,11 @@ def _aligned(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> tup
     if out is None:
         return None
     sizes = tuple(shape[d] for d in out.dims())
-    reads: dict[Node, Read] = {}
+    reads: dict[Node, TokenRead] = {}
     for source in node.all_input_nodes:
         if not is_tensor(source) or source in known:
             if source in known:
-                reads[source] = Read(known[source])
+                reads[source] = TokenRead(known[source])
             continue
         own = shape_of(source)
         offset = len(shape) - len(own)
@@ -308,20 +306,20 @@ def _aligned(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> tup
         rows = out.at(max(0, out.first - offset), len(inside))
         if all(same_size(own[d], 1) for d in inside):
             if len(inside) > 1:
-                reads[source] = Read(rows, cut=False)
+                reads[source] = TokenRead(rows, cut=False)
         elif len(inside) == out.count and all(same_size(own[d], s) for d, s in zip(inside, sizes, strict=True)):
-            reads[source] = Read(rows)
+            reads[source] = TokenRead(rows)
         else:
-            reads[source] = Read(rows, like=sizes)
+            reads[source] = TokenRead(rows, like=sizes)
     return out, reads
 
 
-def _elementwise(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+def _elementwise(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
     aligned = _aligned(node, known, wanted)
-    return None if aligned is None else Step(*aligned, _same(node))
+    return None if aligned is None else TokenStep(*aligned, _same(node))
 
 
-def _permute(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+def _permute(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
     source: Any = node.args[0]
     order, ndim = order_of(node), len(shape_of(source))
     inside = known.get(source)
@@ -336,17 +334,19 @@ def _permute(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Ste
         return None
     small = [inside.moved(d, ndim) if d != inside.first else inside.first for d in order]
     flat = [d for d in small if d is not None]
-    return Step(out, {source: Read(inside)}, lambda get, _: (torch.ops.aten.permute.default, (get(source), flat), {}))
+    return TokenStep(
+        out, {source: TokenRead(inside)}, lambda get, _: (torch.ops.aten.permute.default, (get(source), flat), {})
+    )
 
 
-def _product(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+def _product(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
     *bias, a, b = node.args[: 3 if "addmm" in str(node.target) else 2]
     if a is b or not is_tensor(a) or not is_tensor(b):
         return None
     left, right = known.get(a), known.get(b)  # type: ignore[arg-type]
     if left is None and right is None and wanted is not None:
         left, right = (wanted, None) if wanted.is_at(0) else (None, wanted.at(1, 1))
-    reads: dict[Node, Read] = {}
+    reads: dict[Node, TokenRead] = {}
     out: Rows | None
     known_rows: Any = left or right
     if left is not None and right is not None and left.kept != right.kept:
@@ -355,11 +355,11 @@ def _product(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Ste
         if bias:  # each token contributes to each number of the result
             return None
         out = None
-        reads = {a: Read(known_rows.at(1)), b: Read(known_rows.at(0))}  # type: ignore[dict-item]
+        reads = {a: TokenRead(known_rows.at(1)), b: TokenRead(known_rows.at(0))}  # type: ignore[dict-item]
     elif left is not None and left.is_at(0) and right is None:
-        out, reads = left, {a: Read(left)}  # type: ignore[dict-item]
+        out, reads = left, {a: TokenRead(left)}  # type: ignore[dict-item]
     elif right is not None and right.is_at(1) and left is None:
-        out, reads = right, {b: Read(right)}  # type: ignore[dict-item]
+        out, reads = right, {b: TokenRead(right)}  # type: ignore[dict-item]
     else:
         return None
     if bias:
@@ -367,16 +367,16 @@ def _product(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Ste
         if aligned is None:
             return None
         reads |= aligned
-    return Step(out, reads, _same(node))
+    return TokenStep(out, reads, _same(node))
 
 
-def _aligned_to(bias: Any, node: Node, out: Rows | None) -> dict[Node, Read] | None:
+def _aligned_to(bias: Any, node: Node, out: Rows | None) -> dict[Node, TokenRead] | None:
     """How a bias is read. Its own tokens, if it has them, are those of the result."""
     if out is None or not is_tensor(bias):
         return None
     own, shape = shape_of(bias), shape_of(node)
     dim = out.first - (len(shape) - len(own))
-    return {bias: Read(out.at(dim, 1))} if dim >= 0 and not same_size(own[dim], 1) else {}
+    return {bias: TokenRead(out.at(dim, 1))} if dim >= 0 and not same_size(own[dim], 1) else {}
 
 
 def reduced_dims(node: Node) -> list[int] | None:
@@ -388,7 +388,7 @@ def reduced_dims(node: Node) -> list[int] | None:
     return [d % ndim for d in (dims if isinstance(dims, list | tuple) else [dims])]
 
 
-def _sum(node: Node, known: Mapping[Node, Rows]) -> Step | None:
+def _sum(node: Node, known: Mapping[Node, Rows]) -> TokenStep | None:
     """A sum over all tokens; None if it sums over none of them, or some."""
     source: Any = node.args[0]
     rows = known[source]
@@ -400,14 +400,14 @@ def _sum(node: Node, known: Mapping[Node, Rows]) -> Step | None:
     keep = bool(argument_called("keepdim", node)) if str(node.target) != "aten.sum.default" else False
     dtype = node.meta["val"].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    return Step(
+    return TokenStep(
         None,
-        {source: Read(rows)},
+        {source: TokenRead(rows)},
         lambda get, _: (torch.ops.aten.sum.dim_IntList, (get(source), sorted(flat), keep), {"dtype": wide}),
     )
 
 
-def _reduce(node: Node, known: Mapping[Node, Rows]) -> Step | None:
+def _reduce(node: Node, known: Mapping[Node, Rows]) -> TokenStep | None:
     """A reduction of each token by itself; None if it reduces tokens. Its dimensions count as of merged tokens."""
     source: Any = node.args[0]
     rows, dims = known.get(source), reduced_dims(node)
@@ -419,14 +419,14 @@ def _reduce(node: Node, known: Mapping[Node, Rows]) -> Step | None:
     out = rows.at(rows.first if keep else rows.first - sum(d < rows.first for d in dims))
     single = not isinstance(node.args[1], list | tuple)
     where = flat[0] if single else flat
-    return Step(
+    return TokenStep(
         out,
-        {source: Read(rows)},
+        {source: TokenRead(rows)},
         lambda get, _: (node.target, (get(source), where, *node.args[2:]), dict(node.kwargs)),
     )
 
 
-def _along(node: Node, known: Mapping[Node, Rows], wanted: Rows | None, position: int) -> Step | None:
+def _along(node: Node, known: Mapping[Node, Rows], wanted: Rows | None, position: int) -> TokenStep | None:
     """Operators along one dimension that is no token's. All tensors have the same number of dimensions."""
     shape = shape_of(node)
     dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
@@ -447,7 +447,7 @@ def _along(node: Node, known: Mapping[Node, Rows], wanted: Rows | None, position
     if any(n not in inputs for n in node.all_input_nodes):  # a symbolic size of what is no token
         return None
 
-    def build(get: Get, tokens: Any) -> Call:
+    def build(get: _Get, tokens: Any) -> _Call:
         args = list(get(node.args))
         while len(args) <= position:
             args.append(0)
@@ -456,7 +456,7 @@ def _along(node: Node, known: Mapping[Node, Rows], wanted: Rows | None, position
             args[1] = rows.flat(shape, tokens)
         return node.target, tuple(args), get(dict(node.kwargs))
 
-    return Step(rows, {n: Read(rows) for n in tensors}, build)
+    return TokenStep(rows, {n: TokenRead(rows) for n in tensors}, build)
 
 
 def _dropped(node: Node, at: int, size: Any) -> tuple[int, int] | None:
@@ -479,21 +479,25 @@ def _dropped(node: Node, at: int, size: Any) -> tuple[int, int] | None:
     return None if after is None else (before, after)
 
 
-def _slice_of(node: Node, at: int, rows: Rows, whole: Sequence[Any]) -> Kept | None:
-    """The slice that `node` makes, or undoes, of tokens. `rows`, `whole`: the dimensions and shape before it."""
+def _left_of(node: Node, at: int, rows: Rows, whole: Sequence[Any], sliced: Sequence[Any]) -> Rows | None:
+    """The tokens that the slice leaves that `node` makes, or undoes; None if it is of no tokens, or not known.
+
+    `rows`, `whole`: the dimensions and the shape before it. `sliced`: the shape after it.
+    """
     dim: Any = node.args[at] if len(node.args) > at else 0
     dim = dim % len(whole) - rows.first
     if not 0 <= dim < rows.count or (dropped := _dropped(node, at, whole[dim + rows.first])) is None:
         return None
     sizes = tuple(whole[d] for d in rows.dims())
-    return Kept(dim, *dropped, ", ".join(map(str, sizes)), sizes)
+    kept = TokenSlice(dim, *dropped, ", ".join(map(str, sizes)), sizes)
+    return trimmed(replace(rows, kept=(*rows.kept, kept)), sliced)
 
 
-def _same_tokens(source: Node) -> Callable[[Get, Any], Call]:
+def _same_tokens(source: Node) -> Callable[[_Get, Any], _Call]:
     return lambda get, _: (torch.ops.aten.alias.default, (get(source),), {})
 
 
-def _slice(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+def _slice(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
     """A slice that leaves tokens out. The loop runs over those that are left, so it has nothing to do there."""
     source: Any = node.args[0]
     rows, shape = known.get(source), shape_of(source)
@@ -501,15 +505,13 @@ def _slice(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step 
         if wanted is None or not wanted.kept:
             return None
         rows = Rows(wanted.first, wanted.count, wanted.kept[:-1])
-    if (kept := _slice_of(node, 1, rows, shape)) is None:
+    out = _left_of(node, 1, rows, shape, shape_of(node))
+    if out is None or (wanted is not None and out != wanted):
         return None
-    out = trimmed(replace(rows, kept=(*rows.kept, kept)), shape_of(node))
-    if wanted is not None and out != wanted:
-        return None
-    return Step(out, {source: Read(rows)}, _same_tokens(source))
+    return TokenStep(out, {source: TokenRead(rows)}, _same_tokens(source))
 
 
-def _unslice(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Step | None:
+def _unslice(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
     """The gradient of such a slice: zero for all tokens that it leaves out."""
     source: Any = node.args[0]
     if str(node.target) == "aten.slice_scatter.default":
@@ -531,15 +533,13 @@ def _unslice(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Ste
         return None
     if whole.first < 0 or whole.first + whole.count > len(shape):
         return None
-    if (kept := _slice_of(node, 2, whole, shape)) is None:
+    inside = _left_of(node, 2, whole, shape, shape_of(source))
+    if inside is None or (rows is not None and inside != rows):
         return None
-    inside = trimmed(replace(whole, kept=(*whole.kept, kept)), shape_of(source))
-    if rows is not None and inside != rows:
-        return None
-    return Step(whole, {source: Read(inside)}, _same_tokens(source))
+    return TokenStep(whole, {source: TokenRead(inside)}, _same_tokens(source))
 
 
-def restores(step: Step) -> Node | None:
+def restores(step: TokenStep) -> Node | None:
     """The input of a step that puts zeros in the place of tokens; None for any other."""
     for source, read in step.reads.items():
         if step.out is not None and len(read.rows.kept) > len(step.out.kept):

@@ -21,9 +21,8 @@ from torch.fx import Node
 
 from cudagraph.placeholder import nearest_first
 
-from ..torch_private.values import hint
 from . import read_tables as tables
-from .nodes import argument_called, has_tag, op_name, view_source
+from .nodes import argument_called, has_tag, numel, op_name, view_source
 
 _aten = torch.ops.aten
 _BY_NUMBER = tables.OF_NUMBERS | tables.SUMS  # multiples and sums, if the other argument is a number
@@ -130,15 +129,10 @@ def _sources(node: Node) -> list[Node]:
     moves = tables.MOVES | tables.CONVERSIONS
     if str(node.target) not in moves and not has_tag(node, torch.Tag.pointwise):
         return []
-    return [n for n in node.all_input_nodes if _numel(n) >= _numel(node)]
+    return [n for n in node.all_input_nodes if numel(n) >= numel(node)]
 
 
 def _changes_by_numbers(node: Node) -> bool:
     name = str(node.target)
     by_number = name in _BY_NUMBER and not any(isinstance(a, Node) for a in node.args[1:])
     return by_number or name in tables.MOVES | tables.CONVERSIONS
-
-
-def _numel(node: Node) -> float:
-    value = node.meta.get("val")
-    return float(hint(value.numel())) if isinstance(value, torch.Tensor) else 0.0

@@ -22,21 +22,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import name_and_line, source_line, target_name, tensor_bytes, type_text
-from ..graphs.rows import VIEWS, Kept, Step, is_elementwise, is_linear, is_tensor, is_zero, restores, shape_of
+from ..graphs.nodes import is_tensor, name_and_line, source_line, target_name, tensor_bytes, type_text
+from ..graphs.rows import VIEWS, TokenSlice, TokenStep, is_elementwise, is_linear, is_zero, restores, shape_of
 from ..torch_private import aot
 from ..torch_private.values import hint
 from .chunk_loop import Loop, put_in_place, read_sizes_of_inputs, write_chunks
 from .edits import show
 from .expand import LOSSES, expand
 from .live_bytes import LivePoint
-from .regions import PRODUCTS, LeftWhole, TokenRegion, depends_on, grown, known_count, outputs_of, seeds_of, tangents_of
+from .regions import (
+    PRODUCTS,
+    LeftWhole,
+    RegionRow,
+    TokenRegion,
+    depends_on,
+    each_region,
+    grown,
+    known_count,
+    outputs_of,
+    seeds_of,
+    tangents_of,
+    why_read,
+)
 from .words_last import words_last
 
 # Tokens of a chunk. Each chunk reads and writes the sums of grad_w once, which takes as long as 240 / n of the three
@@ -49,42 +62,22 @@ _LEAST_BYTES = 16 << 20
 _EXPONENTIALS = ("aten._log_softmax.default", "aten._softmax.default", "aten.logsumexp.default", "aten.exp.default")
 
 
-@dataclass(frozen=True)
-class Chunked:
+@dataclass(frozen=True, kw_only=True)
+class Chunked(RegionRow):
     """What was done with one last layer.
 
     Attributes:
         logits: their dtype and sizes, "float32[512, 4096]".
-        how: in which way it is computed in chunks; or why it is not.
-        done: whether it is in chunks.
-        count, tokens: the number of chunks, and the most tokens of one; 0 if it is not in chunks.
-        logit_bytes, chunk_bytes: of all logits, and of those of one chunk.
+        logit_bytes, chunk_bytes: of all logits, and of those of one chunk; 0 if it is not in chunks.
         holds_peak: the step without hooks and chunks takes most where logits are alive, as predicted.
-        node: the name of the product in the joint graph.
-        place: its line, "model.py:31". Not stored in caches: another program may take the entry.
     """
 
+    NAMES: ClassVar = ("chunks", "logits", "chunk_bytes")
+
     logits: str
-    how: str
-    done: bool
-    count: int = 0
-    tokens: int = 0
     logit_bytes: int = 0
     chunk_bytes: int = 0
     holds_peak: bool = False
-    node: str = field(default="", compare=False, repr=False)
-    place: str = field(default="", compare=False)
-
-    @property
-    def layer(self) -> str:
-        return f"{self.logits} of {self.place}" if self.place else self.logits
-
-    def left(self, why: str) -> Chunked:
-        """This layer, which may be in chunks, as one that is not because of `why`. Its own reason comes first."""
-        return replace(self, how=why, done=False, count=0, tokens=0, chunk_bytes=0) if self.done else self
-
-    def __str__(self) -> str:
-        return f"{self.layer}: {self.how}" if self.done else f"{self.layer}: not in chunks, {self.how}"
 
 
 _LOSS_OUTSIDE = (
@@ -103,38 +96,26 @@ def chunked(joint: GraphModule, tokens: int | None, *, finer: int = 1) -> tuple[
     """
     if not any(map(_has_loss, _layers(joint, tokens))):
         return joint, ()
-    found: list[Chunked] = []
     gm = aot.edited_copy(joint)
     expand(gm, LOSSES)
     read_sizes_of_inputs(gm.graph)
     words_last(gm.graph, {n for seed in _layers(gm, tokens) if _has_loss(seed) for n in _of_its_size(seed)})
-    tried: set[str] = set()
-    changed = False
-    while layers := [node for node in _layers(gm, tokens) if node.name not in tried]:
-        seed = layers[0]
-        tried.add(seed.name)
-        if not _has_loss(seed):
-            continue
-        place = source_line(seed) or seed.name
-        note = Chunked(
-            type_text(seed), "", False, logit_bytes=tensor_bytes(seed.meta["val"]), node=seed.name, place=place
-        )
+
+    def divide(gm: GraphModule, seed: Node, tried: set[str]) -> tuple[GraphModule, Chunked | None]:
+        place, nbytes = source_line(seed) or seed.name, tensor_bytes(seed.meta["val"])
+        note = Chunked(logits=type_text(seed), logit_bytes=nbytes, node=seed.name, place=place)
         attempt, made = _attempt(gm, seed, tokens, finer)
         if isinstance(made, str):
-            if not made:
-                continue
-            found.append(replace(note, how=made))
-        else:
-            tried |= made.names
-            nbytes = made.tokens * note.logit_bytes // max(1, hint(shape_of(seed)[0]))
-            found.append(
-                replace(note, how=made.how, done=True, count=made.chunk_count, tokens=made.tokens, chunk_bytes=nbytes)
-            )
-            gm, changed = attempt, True
-    if not changed:
-        return joint, tuple(found)
+            return gm, note.left(made) if made else None
+        tried |= made.names
+        done = replace(note, how=made.how, done=True, count=made.chunk_count, tokens=made.tokens)
+        return attempt, replace(done, chunk_bytes=made.tokens * nbytes // max(1, hint(shape_of(seed)[0])))
+
+    gm, found = each_region(gm, lambda gm: filter(_has_loss, _layers(gm, tokens)), divide)
+    if not any(row.done for row in found):
+        return joint, found
     show("joint graph in chunks", gm)
-    return gm, tuple(found)
+    return gm, found
 
 
 class _Made(NamedTuple):
@@ -336,13 +317,13 @@ def _region(gm: GraphModule, seed: Node, *, sliced: bool) -> TokenRegion:
     return replace(region, steps=steps, kept=_kept_tokens(steps, outputs))
 
 
-def _kept_tokens(steps: Mapping[Node, Step], outputs: Iterable[Node]) -> tuple[Kept, ...]:
+def _kept_tokens(steps: Mapping[Node, TokenStep], outputs: Iterable[Node]) -> tuple[TokenSlice, ...]:
     """The slices of the tokens that are in the loop, which are those of all slices.
 
     A result of more tokens must be zero for those that are not, as gradients are, or a sum of such results.
     """
 
-    def kept_of(step: Step) -> tuple[Kept, ...]:
+    def kept_of(step: TokenStep) -> tuple[TokenSlice, ...]:
         rows = step.out or next(read.rows for read in step.reads.values())
         return rows.kept
 
@@ -360,7 +341,7 @@ def _kept_tokens(steps: Mapping[Node, Step], outputs: Iterable[Node]) -> tuple[K
     return kept
 
 
-def _why_alone(nodes: list[Node], seed: Node, inside: Mapping[Node, Step], is_big: Any) -> str:
+def _why_alone(nodes: list[Node], seed: Node, inside: Mapping[Node, TokenStep], is_big: Any) -> str:
     """Why no loss is found behind `seed`; "" if there is none, as behind most layers."""
     behind = {seed}
     for node in nodes:
@@ -373,15 +354,13 @@ def _why_alone(nodes: list[Node], seed: Node, inside: Mapping[Node, Step], is_bi
 
 
 def _why_read(node: Node, reader: Node) -> str:
+    way_out = "; compute what it is for outside of the compiled function, or from the hidden states"
     if reader.op == "output":
-        return (
-            f"the program returns {type_text(node)} ({name_and_line(node)}). Return the loss alone from the compiled "
-            "function: with transformers, compile a function that returns model(...).loss"
+        way_out = (
+            ". Return the loss alone from the compiled function: with transformers, compile a function that returns "
+            "model(...).loss"
         )
-    return (
-        f"{name_and_line(reader)} reads {type_text(node)} and is not known to treat tokens alike; "
-        "compute what it is for outside of the compiled function, or from the hidden states"
-    )
+    return why_read(node, reader) + way_out
 
 
 # --- which way --------------------------------------------------------------------------------------------------------

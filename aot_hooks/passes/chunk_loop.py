@@ -23,8 +23,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..graphs.nodes import MADE_EARLY, is_view
-from ..graphs.rows import Kept, Read, Rows, Step, is_conversion, is_tensor, shape_of
+from ..graphs.nodes import MADE_EARLY, is_tensor, is_view
+from ..graphs.rows import Rows, TokenRead, TokenSlice, TokenStep, is_conversion, shape_of
 from ..torch_private import aot
 from ..torch_private.values import computed_from, expression, is_operator, symbols_of
 from .chunk_order import OntoLogits, join_rows, onto_logits, wait_for, wait_for_all
@@ -60,10 +60,10 @@ class Loop:
     """
 
     gm: GraphModule
-    steps: Mapping[Node, Step]
+    steps: Mapping[Node, TokenStep]
     seed: Node
     count: int
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[TokenSlice, ...] = ()
     sizes: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class _Written:
     waits_for_inputs: bool
     rows: dict[Node, list[Node]] = field(default_factory=dict)
     sums: dict[Node, list[Node]] = field(default_factory=dict)
-    cuts: dict[tuple[Node, Read], list[Node]] = field(default_factory=dict)
+    cuts: dict[tuple[Node, TokenRead], list[Node]] = field(default_factory=dict)
     casts: dict[Node, Node] = field(default_factory=dict)
 
 
@@ -212,9 +212,9 @@ class _Chunk:
     done: list[Node]
     env: dict[Node, Node] = field(default_factory=dict)
     held: dict[Node, Node] = field(default_factory=dict)
-    outside: dict[tuple[Node, Read], Node] = field(default_factory=dict)
+    outside: dict[tuple[Node, TokenRead], Node] = field(default_factory=dict)
 
-    def input_of(self, node: Node, step: Step) -> Node:
+    def input_of(self, node: Node, step: TokenStep) -> Node:
         if node in self.env:
             return self.env[node]
         read = step.reads.get(node)
@@ -277,7 +277,7 @@ def _chunk(
     return chunk.results(outputs)
 
 
-def _cut(written: _Written, node: Node, read: Read) -> list[Node]:
+def _cut(written: _Written, node: Node, read: TokenRead) -> list[Node]:
     """`node`, an input of the region, for each chunk."""
     if (node, read) in written.cuts:
         return written.cuts[node, read]
@@ -352,7 +352,7 @@ def read_sizes_of_inputs(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _add_to_sum(written: _Written, node: Node, step: Step, env: Mapping[Node, Node], input_of: Any) -> None:
+def _add_to_sum(written: _Written, node: Node, step: TokenStep, env: Mapping[Node, Node], input_of: Any) -> None:
     loop, before = written.loop, written.sums.get(node)
     if str(node.target) != "aten.mm.default":
         target, args, kwargs = step.build(lambda values: map_arg(values, input_of), None)

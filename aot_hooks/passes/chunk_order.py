@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from ..graphs.lifetimes import fuses
-from ..graphs.nodes import target_name
-from ..graphs.rows import Read, Step, is_tensor
+from ..graphs.lifetimes import CONSTANTS, fuses
+from ..graphs.nodes import is_tensor, target_name
+from ..graphs.rows import TokenRead, TokenStep
 from ..torch_private.values import hint
 from .regions import PRODUCTS, ancestors, depends_on
 
@@ -47,8 +47,6 @@ _library.impl("join_rows", torch.cat, "CompositeExplicitAutograd")
 torch.library.register_fake("aot_hooks::join_rows", torch.cat, lib=_library)
 join_rows = torch.ops.aot_hooks.join_rows.default
 
-_CONSTANTS = ("aten.full.default", "aten.scalar_tensor.default", "prims.iota.default")
-
 
 @dataclass(frozen=True)
 class OntoLogits:
@@ -65,12 +63,12 @@ class OntoLogits:
 
     before: Sequence[Node]
     numbers: Sequence[Node]
-    outside: Sequence[tuple[Node, Read]]
+    outside: Sequence[tuple[Node, TokenRead]]
     results: Sequence[Node]
     after: Sequence[Node]
 
 
-def onto_logits(steps: Mapping[Node, Step], nodes: Sequence[Node], outputs: Iterable[Node]) -> OntoLogits | None:
+def onto_logits(steps: Mapping[Node, TokenStep], nodes: Sequence[Node], outputs: Iterable[Node]) -> OntoLogits | None:
     """The order of `nodes`, which are in `steps`; None if nothing would be written over logits.
 
     All between logits and their gradients must be what a compiler computes in the kernel that reads it.
@@ -90,7 +88,7 @@ def onto_logits(steps: Mapping[Node, Step], nodes: Sequence[Node], outputs: Iter
     chain = ancestors(gradients, inside, lambda n: n not in products and _count(n) >= size)
     summed, of_gradients, of_ends = (depends_on(nodes, group) for group in (logits | chain, gradients, ends))
     numbers = [n for n in nodes if n not in chain | logits and not chain.isdisjoint(n.users)]
-    if summed.isdisjoint(numbers) or not all(fuses(n) or target_name(n) in _CONSTANTS for n in chain):
+    if summed.isdisjoint(numbers) or not all(fuses(n) or target_name(n) in CONSTANTS for n in chain):
         return None
     reads = [(n, read) for node in nodes if node in chain for n, read in steps[node].reads.items()]
     outside = [(n, read) for n, read in dict.fromkeys(reads) if n not in inside and read.cut and _count(n) < size]

@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from cudagraph.placeholder import results_of
 
 from ..graphs.lifetimes import fuses
-from ..graphs.nodes import input_storages, is_view, storage_of, storages, target_name
+from ..graphs.nodes import input_storages, is_float, is_tensor, is_view, storage_of, storages, target_name
 from ..graphs.read_tables import MOVES, MOVES_BY_INDEX
 from ..graphs.saved import crossing_pairs
 from ..hook import KEEP, Hook
@@ -74,7 +74,7 @@ def regather(
             continue
         data = [undone[n].saved if n in undone else n.all_input_nodes[0] for n in chain]
         same = (own, KEEP) if own.lossy or own.error == 0 or own is KEEP else ()  # a user's functions run as asked
-        if all(hooks.get(n, KEEP) in same for n in data if n in sources and _is_float(n)):
+        if all(hooks.get(n, KEEP) in same for n in data if n in sources and is_float(n)):
             _replace(slot, _made_again(bw, chain, sources, undone, min(slot.users)))
             del slots[node]
             gone.append((node, slot))
@@ -137,9 +137,9 @@ def _inverse(node: Node) -> _Undone | None:
     if node.op != "call_function" or len(node.all_input_nodes) != 1:
         return None
     args: Any = node.args
-    base = node.all_input_nodes[0].meta.get("val")
-    if not isinstance(base, torch.Tensor):  # of several results
+    if not is_tensor(node.all_input_nodes[0]):  # of several results
         return None
+    base = node.all_input_nodes[0].meta["val"]
     if node.target in (_aten.t.default, _aten.transpose.int):
         dimensions = args[1:] or (0, base.dim() - 1)
         return _Undone(node, _aten.transpose.int, dimensions)
@@ -175,17 +175,12 @@ def _made_from(node: Node, sources: Mapping[Node, Node], undone: Mapping[Node, _
 
 def _indices_of(node: Node) -> list[Node]:
     """The indices of a gather; a move has none."""
-    return [n for n in node.all_input_nodes[1:] if isinstance(n.meta.get("val"), torch.Tensor)]
+    return list(filter(is_tensor, node.all_input_nodes[1:]))
 
 
 def _is_whole(indices: Node) -> bool:
     """Whether `indices` are numbers of rows, not a mask, whose count of rows is known from its values only."""
     return indices.meta["val"].dtype in (torch.int32, torch.int64)
-
-
-def _is_float(node: Node) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
 def _made_again(

@@ -12,22 +12,79 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import name_and_line, target_name, type_text
-from ..graphs.rows import Kept, Rows, Step, is_tensor, shape_of, step_of
+from ..graphs.nodes import is_tensor, name_and_line, target_name, type_text
+from ..graphs.rows import Rows, TokenSlice, TokenStep, shape_of, token_step
 from ..torch_private import aot
 from ..torch_private.values import hint, symbols_of
 
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+_Row = TypeVar("_Row", bound="RegionRow")
 _IN_PARTS = "aot_hooks_in_parts"  # in the `meta` of products of a chunk or tile
 
 
 class LeftWhole(Exception):
     """Why a region is computed for all tokens at once; "" if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionRow:
+    """What was done with one region.
+
+    Attributes:
+        how: in which way it is computed for some tokens at a time; or why it is not.
+        done: whether it is.
+        count, tokens: the number of chunks or tiles, and the most tokens of one; 0 if it is left whole.
+        node: the name of the first product in the joint graph.
+        place: its line, "model.py:31". Not stored in caches: another program may take the entry.
+    """
+
+    # what its parts are called, and its fields for the first large value and for the bytes of one part
+    NAMES: ClassVar[tuple[str, str, str]]
+
+    how: str = ""
+    done: bool = False
+    count: int = 0
+    tokens: int = 0
+    node: str = field(default="", compare=False, repr=False)
+    place: str = field(default="", compare=False)
+
+    @property
+    def region(self) -> str:
+        """Its first large value, and where it is made: "bfloat16[8192, 14336] of mlp.py:31"."""
+        large = str(getattr(self, self.NAMES[1]))
+        return f"{large} of {self.place}" if self.place else large
+
+    def left(self: _Row, why: str) -> _Row:
+        """This region, which may be in parts, as one that is not because of `why`. Its own reason comes first."""
+        whole: dict[str, Any] = {"done": False, "count": 0, "tokens": 0, self.NAMES[2]: 0}
+        return replace(self, how=why, **whole) if self.done or not self.how else self
+
+    def __str__(self) -> str:
+        return f"{self.region}: {self.how}" if self.done else f"{self.region}: not in {self.NAMES[0]}, {self.how}"
+
+
+def each_region(
+    gm: GraphModule,
+    seeds: Callable[[GraphModule], Iterable[Node]],
+    divide: Callable[[GraphModule, Node, set[str]], tuple[GraphModule, _Row | None]],
+) -> tuple[GraphModule, tuple[_Row, ...]]:
+    """`gm` with the regions in parts that begin at `seeds(gm)`, and a row for each that is in parts or left whole.
+
+    `divide`: does that for one seed; returns the graph, perhaps another one, and the row. It adds to the names that it
+    gets those of products that begin no other region.
+    """
+    rows: list[_Row] = []
+    tried: set[str] = set()
+    while (seed := next((n for n in seeds(gm) if n.name not in tried), None)) is not None:
+        tried.add(seed.name)
+        gm, row = divide(gm, seed, tried)
+        rows += [] if row is None else [row]
+    return gm, tuple(rows)
 
 
 @dataclass(frozen=True)
@@ -43,10 +100,10 @@ class TokenRegion:
     """
 
     seed: Node
-    steps: Mapping[Node, Step]
+    steps: Mapping[Node, TokenStep]
     outputs: tuple[Node, ...]
     tangents: Collection[Node]
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[TokenSlice, ...] = ()
 
     def token_count(self) -> Any:
         return math.prod(self.kept[-1].kept_sizes()) if self.kept else shape_of(self.seed)[0]
@@ -122,7 +179,7 @@ def known_count(seed: Node) -> int:
 
 def grown(
     nodes: Collection[Node], seed: Node, is_large: Callable[[Node], bool], *, sliced: bool = False
-) -> dict[Node, Step]:
+) -> dict[Node, TokenStep]:
     """The steps of large values, of what lies between them, and of what reads them. In order of `nodes`.
 
     `sliced`: slices that leave tokens out are followed, too. Raises `LeftWhole`.
@@ -136,9 +193,9 @@ def grown(
             kept.add(node)
     large = {n for n in kept if is_large(n)}
     inside = {n: found[n] for n in order if n in kept or not large.isdisjoint(n.all_input_nodes)}
-    steps: dict[Node, Step] = {}
+    steps: dict[Node, TokenStep] = {}
     for node, rows in inside.items():  # anew, since all inputs are known now: all must have the same tokens
-        step = step_of(node, _known(node, inside), rows, sliced=sliced)
+        step = token_step(node, _known(node, inside), rows, sliced=sliced)
         if step is None or step.out != rows:
             raise LeftWhole(f"{name_and_line(node)} has its tokens elsewhere than what it reads")
         if any(n in inside and inside[n] is None for n in node.all_input_nodes):
@@ -153,7 +210,7 @@ def _reached(seed: Node, is_large: Callable[[Node], bool], sliced: bool) -> dict
     Each node has the dimensions of its tokens; None for a sum over them.
     """
     found: dict[Node, Rows | None] = {seed: Rows(0)}
-    first = step_of(seed, {}, Rows(0))
+    first = token_step(seed, {}, Rows(0))
     if first is None:
         raise LeftWhole("its weight has tokens too")
     stack = [(seed, first)]
@@ -162,14 +219,14 @@ def _reached(seed: Node, is_large: Callable[[Node], bool], sliced: bool) -> dict
         for source, read in step.reads.items():
             if source in found or not read.cut or read.like or not is_large(source):
                 continue
-            made = step_of(source, _known(source, found), read.rows, sliced=sliced)
+            made = token_step(source, _known(source, found), read.rows, sliced=sliced)
             if made is not None and made.out == read.rows:
                 found[source] = made.out
                 stack.append((source, made))
         if step.out is None or (target_name(node) in PRODUCTS and not is_large(node)):
             continue
         for user in node.users:
-            made = step_of(user, _known(user, found), sliced=sliced) if user not in found else None
+            made = token_step(user, _known(user, found), sliced=sliced) if user not in found else None
             if made is not None:
                 found[user] = made.out
                 stack.append((user, made))
@@ -181,7 +238,7 @@ def _known(node: Node, found: Mapping[Node, Rows | None]) -> dict[Node, Rows]:
 
 
 def outputs_of(
-    steps: Mapping[Node, Step],
+    steps: Mapping[Node, TokenStep],
     nodes: Iterable[Node],
     is_large: Callable[[Node], bool],
     why: Callable[[Node, Node], str],

@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 from cudagraph.placeholder import results_of
 
 from ..errors import UnsupportedGraphError
-from ..graphs.nodes import source_line, storage_bytes, storage_of
+from ..graphs.nodes import is_tensor, source_line, storage_bytes, storage_of
 from ..graphs.repeats import draw_counts, draws, results, twins
 from ..graphs.saved import crossing_pairs, is_size
 from ..torch_private import values as torch_values
@@ -43,7 +43,7 @@ def save_what_was_drawn(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, 
         same = twins(fw, bw, num_fwd_outputs)
         values = [value for node in again if node in same for value in results(node)]
         for value in values:
-            if not _is_tensor(value):
+            if not is_tensor(value):
                 _replace_number(bw, value)
             elif value.users and value not in same:  # an item that the forward does not use
                 same[value] = _item(same[value.args[0]], value)  # type: ignore[index]
@@ -85,12 +85,8 @@ def _is_too_large(slot: Node, same: Mapping[Node, Node]) -> bool:
     value = slot.meta["val"]
     if value.is_floating_point() and value.element_size() > 1:
         return False
-    made = sum(storage_bytes(user.meta["val"]) for user in slot.users if user in same and _is_tensor(user))
+    made = sum(storage_bytes(user.meta["val"]) for user in slot.users if user in same and is_tensor(user))
     return 8 * storage_bytes(value) > made
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _cut(start: Iterable[Node], same: Mapping[Node, Node], inputs: Collection[Node]) -> list[Node]:
@@ -102,7 +98,7 @@ def _cut(start: Iterable[Node], same: Mapping[Node, Node], inputs: Collection[No
 
     def beyond(node: Node, current: dict[Node, None]) -> dict[Node, None] | None:
         readers = [user for user in node.users if user in same or node not in inputs]
-        if not readers or not all(user in same and _is_tensor(user) for user in readers):
+        if not readers or not all(user in same and is_tensor(user) for user in readers):
             return None
         return {n: None for n in (*current, *readers) if n is not node}
 
@@ -177,7 +173,7 @@ def erase_unused(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, ends: C
     used = {slot for _, slot in pairs if slot.users}
     _erase(bw, ends)
     times = Counter(node for node, _ in pairs)
-    unused = [(n, s) for n, s in pairs if s in used and not s.users and _is_tensor(s) and times[n] == 1]
+    unused = [(n, s) for n, s in pairs if s in used and not s.users and is_tensor(s) and times[n] == 1]
     stop_saving(fw, bw, num_fwd_outputs, unused)
 
 

@@ -18,14 +18,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from cudagraph.graph.snapshots import SNAPSHOT
 from cudagraph.placeholder import results_of
 
 from ..graphs.backward_reads import BackwardReads
-from ..graphs.nodes import NO_VERSION_CHECK, input_storages, storage_bytes, storage_of, storages
+from ..graphs.nodes import NO_VERSION_CHECK, input_storages, is_float, storage_bytes, storage_of, storages
 from ..graphs.repeats import draws, twins
 from ..graphs.saved import SavedTensor, crossing_pairs, row_of
 from ..hook import Hook
@@ -48,7 +47,7 @@ def save_results(
     pairs = [(n, slot) for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)]
     alive = input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])
     reads = BackwardReads(fw, bw, pairs)
-    donated = {slot: n for n, slot in pairs if _is_float(n) and storage_of(n) not in alive}
+    donated = {slot: n for n, slot in pairs if is_float(n) and storage_of(n) not in alive}
     blocked = [slot for slot, n in donated.items() if _may_move(n) and not _is_smooth(reads, slot)]
     same = twins(fw, bw, num_fwd_outputs) if blocked else {}
     cut: dict[Node, None] = {}
@@ -95,7 +94,7 @@ def _smooth_results(
     for node in waiting:  # grows
         for user in node.users:
             twin = same.get(user)
-            if twin is None or not _is_float(twin) or not _may_move(twin) or storage_of(twin) in alive:
+            if twin is None or not is_float(twin) or not _may_move(twin) or storage_of(twin) in alive:
                 return None
             if user in found or user in waiting:
                 continue
@@ -108,11 +107,6 @@ def _smooth_results(
 
 def _is_smooth(reads: BackwardReads, node: Node) -> bool:
     return all(found.read.answered for found in reads.of(node))
-
-
-def _is_float(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
 def _may_move(node: Node) -> bool:

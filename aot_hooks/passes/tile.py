@@ -20,19 +20,21 @@ The loops are unrolled like those of a loss in chunks, see chunk.py and chunk_lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import source_line, tensor_bytes, type_text
-from ..graphs.rows import is_tensor, shape_of
+from ..graphs.lifetimes import alive_along
+from ..graphs.nodes import is_tensor, source_line, storages, tensor_bytes, type_text
+from ..graphs.rows import shape_of
 from ..torch_private import aot
 from ..torch_private.values import hint
 from .chunk_loop import Loop, put_in_place, read_sizes_of_inputs, write_chunks
 from .edits import show
 from .expand import SPLITS, expand
-from .regions import LeftWhole, seeds_of
-from .tile_part import Part, keeps_memory, part_of
+from .regions import LeftWhole, RegionRow, each_region, seeds_of
+from .tile_part import Part, part_of
 
 # Tokens of a tile at least. Each tile reads and writes the sums of the weights' gradients once, see chunk.py.
 _LEAST_TOKENS = {"cpu": 256, "cuda": 2048}
@@ -43,42 +45,22 @@ _LEAST_BYTES = 4 << 20
 _CHECKPOINTED = ("recompute", "ac_graph_id")  # torch's marks of what a checkpoint computes again
 
 
-@dataclass(frozen=True)
-class Tiled:
+@dataclass(frozen=True, kw_only=True)
+class Tiled(RegionRow):
     """What was done with one part.
 
     Attributes:
         wide: dtype and sizes of its first wide value, "bfloat16[8192, 14336]".
-        how: in which way it is computed in tiles; or why it is not.
-        done: whether it is in tiles.
-        count, tokens: the number of tiles, and the most tokens of one; 0 if it is not in tiles.
         working_bytes, tile_bytes: of all values of tokens that are alive at once inside of the part, and of one tile.
         border_bytes: of the values of tokens that the part reads and makes.
-        node: the name of the first product in the joint graph.
-        place: its line, "model.py:31". Not stored in caches: another program may take the entry.
     """
 
+    NAMES: ClassVar = ("tiles", "wide", "tile_bytes")
+
     wide: str
-    how: str
-    done: bool
-    count: int = 0
-    tokens: int = 0
     working_bytes: int = 0
     tile_bytes: int = 0
     border_bytes: int = 0
-    node: str = field(default="", compare=False, repr=False)
-    place: str = field(default="", compare=False)
-
-    @property
-    def part(self) -> str:
-        return f"{self.wide} of {self.place}" if self.place else self.wide
-
-    def left(self, why: str) -> Tiled:
-        """This part, which may be in tiles, as one that is not because of `why`. Its own reason comes first."""
-        return replace(self, how=why, done=False, count=0, tokens=0, tile_bytes=0) if self.done else self
-
-    def __str__(self) -> str:
-        return f"{self.part}: {self.how}" if self.done else f"{self.part}: not in tiles, {self.how}"
 
 
 def tiled(
@@ -97,29 +79,24 @@ def tiled(
     gm = aot.edited_copy(joint)
     read_sizes_of_inputs(gm.graph)
     expand(gm, SPLITS)
-    found: list[Tiled] = []
-    tried: set[str] = set()
-    changed = False
-    while (seed := next((n for n in seeds_of(gm, tokens, _LEAST_BYTES, 1) if n.name not in tried), None)) is not None:
-        tried.add(seed.name)
-        place = source_line(seed) or seed.name
-        note = Tiled(type_text(seed), "", False, node=seed.name, place=place)
+
+    def divide(gm: GraphModule, seed: Node, tried: set[str]) -> tuple[GraphModule, Tiled | None]:
+        note = Tiled(wide=type_text(seed), node=seed.name, place=source_line(seed) or seed.name)
         try:
             part = part_of(gm, seed, tried, again=again)
             note = _sized(note, part, tokens, finer)
             _write(gm, part, note.count)
         except LeftWhole as e:
-            if str(e):
-                found.append(note.left(str(e)) if note.done else replace(note, how=str(e)))
-            continue
-        found.append(note)
-        changed = True
-    if not changed:
-        return joint, tuple(found)
+            return gm, note.left(str(e)) if str(e) else None
+        return gm, note
+
+    gm, found = each_region(gm, lambda gm: seeds_of(gm, tokens, _LEAST_BYTES, 1), divide)
+    if not any(row.done for row in found):
+        return joint, found
     gm.graph.lint()
     gm.recompile()
     show("joint graph in tiles", gm)
-    return gm, tuple(found)
+    return gm, found
 
 
 # --- how many tiles ---------------------------------------------------------------------------------------------------
@@ -158,23 +135,10 @@ def _sized(note: Tiled, part: Part, tokens: int | None, finer: int) -> Tiled:
 
 def _alive_bytes(part: Part, nodes: list[Node]) -> int:
     """The most bytes of values of tokens, made by `nodes`, that are alive at once."""
-    base: dict[Node, Node] = {}
-    last: dict[Node, int] = {}
-    for i, node in enumerate(nodes):
-        source = node.all_input_nodes[0] if keeps_memory(node) else node
-        base[node] = base.get(source, source)
-        for each in (node, *node.all_input_nodes):
-            last[base.get(each, each)] = i
-    alive = most = 0
-    ends: dict[int, int] = {}
-    for i, node in enumerate(nodes):
-        if base[node] is node and part.steps[node].out is not None:
-            nbytes = tensor_bytes(node.meta["val"])
-            alive += nbytes
-            ends[last[node]] = ends.get(last[node], 0) + nbytes
-        most = max(most, alive)
-        alive -= ends.get(i, 0)
-    return most
+    position = {node: i for i, node in enumerate(nodes)}
+    last = {n: max((position[user] for user in n.users if user in position), default=i) for n, i in position.items()}
+    counted = storages(n for n in nodes if part.steps[n].out is not None) - storages(part.inputs(nodes))
+    return max(alive_along(nodes, counted, to_end=(), last_reader=last, nbytes=lambda n: tensor_bytes(n.meta["val"])))
 
 
 def _sum_bytes(part: Part) -> int:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import has_tag, is_view, name_and_line, target_name, type_text
-from ..graphs.rows import VIEWS, Step, is_elementwise, is_tensor, shape_of, step_of
+from ..graphs.nodes import has_tag, is_tensor, is_view, name_and_line, target_name, type_text
+from ..graphs.rows import VIEWS, TokenStep, is_elementwise, shape_of, token_step
 from ..torch_private.values import hint
 from .regions import PRODUCTS, LeftWhole, TokenRegion, depends_on, grown, known_count, outputs_of, tangents_of, why_read
 
@@ -52,27 +52,27 @@ def part_of(gm: GraphModule, seed: Node, tried: set[str], *, again: bool) -> Par
     return part
 
 
-def _without_forward(steps: Mapping[Node, Step], tangents: Collection[Node]) -> dict[Node, Step]:
+def _without_forward(steps: Mapping[Node, TokenStep], tangents: Collection[Node]) -> dict[Node, TokenStep]:
     """`steps` without products of the forward, and what can't be computed again from their results."""
-    found: dict[Node, Step] = {}
+    found: dict[Node, TokenStep] = {}
     for node, step in steps.items():
         if node in tangents or is_elementwise(node) or keeps_memory(node):
             found[node] = step
     return found
 
 
-def _with_sums_of_results(nodes: Iterable[Node], steps: Mapping[Node, Step]) -> dict[Node, Step]:
+def _with_sums_of_results(nodes: Iterable[Node], steps: Mapping[Node, TokenStep]) -> dict[Node, TokenStep]:
     """`steps` with additions whose inputs are all results of tokens: grad_x is a sum of two products, in two views."""
     known = {n: step.out for n, step in steps.items() if step.out is not None}
-    views: dict[Node, Step] = {}
-    more: dict[Node, Step] = {}
+    views: dict[Node, TokenStep] = {}
+    more: dict[Node, TokenStep] = {}
     for node in nodes:
         if node in steps or not is_tensor(node):
             continue
         adds = target_name(node) == "aten.add.Tensor" and len(node.all_input_nodes) == 2
         if not (adds or keeps_memory(node)) or not all(n in known for n in node.all_input_nodes):
             continue
-        step = step_of(node, {n: known[n] for n in node.all_input_nodes})
+        step = token_step(node, {n: known[n] for n in node.all_input_nodes})
         if step is None or step.out is None:
             continue
         known[node] = step.out
@@ -115,7 +115,7 @@ def _check_order(nodes: list[Node], part: Part) -> None:
             raise LeftWhole(f"a token needs results of others ({name_and_line(min(late, key=nodes.index))})")
 
 
-def _why_alone(seed: Node, steps: Mapping[Node, Step], is_wide: Callable[[Node], bool]) -> str:
+def _why_alone(seed: Node, steps: Mapping[Node, TokenStep], is_wide: Callable[[Node], bool]) -> str:
     """Why a part with one product has no second one; "" if none follows, as behind most products."""
     stack, seen = [seed], {seed}
     while stack:

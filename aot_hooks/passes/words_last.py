@@ -19,14 +19,13 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ..graphs.nodes import argument_called
+from ..graphs.nodes import argument_called, is_tensor
 from ..graphs.rows import (
     ALONG,
     PERMUTES,
     REDUCTIONS,
     VIEWS,
     is_elementwise,
-    is_tensor,
     order_of,
     reduced_dims,
     shape_of,

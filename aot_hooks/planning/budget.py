@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..errors import OptionError, names_arguments
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
-from ..settings.byte_sizes import parse_size, shown
+from ..settings.byte_sizes import as_argument, parse_size
 
 ALLOWED = ("recompute", "chunk", "tile", "lossless", "offload", "float8", "int8", "int4")
 EXACT = ("recompute", "chunk", "tile", "lossless", "offload")  # of these
@@ -65,9 +65,9 @@ class Budget:
         return "budget: not in a graph that it plans"
 
     def __repr__(self) -> str:
-        peak = shown(self.peak) if isinstance(self.peak, int) else self.peak
+        peak = as_argument(self.peak) if isinstance(self.peak, int) else self.peak
         arguments = [] if peak is None else [repr(peak)]
-        arguments += [] if self.total is None else [f"total={shown(self.total)!r}"]
+        arguments += [] if self.total is None else [f"total={as_argument(self.total)!r}"]
         arguments += [] if self.max_slowdown is None else [f"max_slowdown={_shown(self.max_slowdown)}"]
         arguments += [] if self.allow == ALLOWED else [f"allow={self.allow!r}"]
         arguments += [] if self.max_error == 0.05 else [f"max_error={self.max_error!r}"]

@@ -31,7 +31,7 @@ _OF_GPU = 0.95  # share of a GPU's memory that a process can have
 
 
 @dataclass(frozen=True)
-class Point:
+class FrontierPoint:
     """One plan of a frontier.
 
     Attributes:
@@ -58,10 +58,10 @@ class Frontier:
         in_parts: the step has several compiled calls: planned one by one here, by a budget in training together.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[FrontierPoint, ...]
     in_parts: bool = False
 
-    def __iter__(self) -> Iterator[Point]:
+    def __iter__(self) -> Iterator[FrontierPoint]:
         return iter(self.points)
 
     def __len__(self) -> int:
@@ -148,7 +148,7 @@ def _of(stock: Plan, plan_with: Callable[[Any], Plan], allow: Sequence[str], max
     if not stock.decisions:
         raise OptionError("frontier: expected a function that saves tensors for backward, but it saves none")
     in_parts = _in_parts(stock)
-    found = [Point(stock.peak_bytes, 1.0, stock, None)]
+    found = [FrontierPoint(stock.peak_bytes, 1.0, stock, None)]
 
     def try_out(policy: Budget) -> None:
         try:
@@ -157,7 +157,7 @@ def _of(stock: Plan, plan_with: Callable[[Any], Plan], allow: Sequence[str], max
             if error_behind(e, BudgetError) is None:
                 raise
             return  # the solver's bounds lie a little under what it can reach
-        found.append(Point(planned.peak_bytes, planned.step_ratio, planned, policy))
+        found.append(FrontierPoint(planned.peak_bytes, planned.step_ratio, planned, policy))
 
     lowest = budget(max_slowdown=float("inf"), allow=allow, max_error=max_error)
     try_out(lowest)
@@ -167,7 +167,7 @@ def _of(stock: Plan, plan_with: Callable[[Any], Plan], allow: Sequence[str], max
     for peak in sorted({least + (most - least) * k // _POINTS for k in range(1, _POINTS)} - {0}):
         try_out(budget(f"{peak}B", allow=allow, max_error=max_error))
     found.sort(key=lambda point: (point.peak_bytes, point.step_ratio))
-    best: list[Point] = []
+    best: list[FrontierPoint] = []
     for point in found:
         if not best or point.step_ratio < best[-1].step_ratio:
             best.append(point)

@@ -257,10 +257,10 @@ def _chunk_lines(plan: Plan, size: int, unit: str) -> list[str]:
             saves = _number(row.logit_bytes - row.chunk_bytes, size)
             lines.append(
                 f"loss in {row.how}: {row.tokens} tokens and {part} of {whole} of logits at a time, {saves} less for "
-                f"each value of their size  {row.layer}"
+                f"each value of their size  {row.region}"
             )
             continue
-        lines.append(f"logits of {whole} {'hold the peak and ' if row.holds_peak else ''}stay whole  {row.layer}")
+        lines.append(f"logits of {whole} {'hold the peak and ' if row.holds_peak else ''}stay whole  {row.region}")
         lines.append(f"  {row.how}")
     return lines
 
@@ -272,9 +272,9 @@ def _tile_lines(plan: Plan, size: int, unit: str) -> list[str]:
         layers = f"{times} parts" if times > 1 else "a part"
         whole, tile = (f"{_number(nbytes, size)} {unit}" for nbytes in (row.working_bytes, row.tile_bytes))
         if row.done:
-            lines.append(f"{layers} in {row.how}: {row.tokens} tokens and {tile} of {whole} at a time  {row.part}")
+            lines.append(f"{layers} in {row.how}: {row.tokens} tokens and {tile} of {whole} at a time  {row.region}")
             continue
-        lines.append(f"{layers} of a layer not in tiles  {row.part}")
+        lines.append(f"{layers} of a layer not in tiles  {row.region}")
         lines.append(f"  {row.how}")
     return lines
 
@@ -390,10 +390,8 @@ def _decision_as_data(d: Decision) -> dict[str, Any]:
 
 
 def _split_as_data(name: str, row: Any) -> dict[str, Any]:
-    """A row of chunks or tiles, without the nodes of graphs; `name`: the property that says where it is."""
-    return {name: getattr(row, name)} | {
-        k: v for k, v in asdict(row).items() if k not in ("node", "logits", "wide", "place")
-    }
+    """A row of chunks or tiles, without the nodes of graphs; `name`: what the region is."""
+    return {name: row.region} | {k: v for k, v in asdict(row).items() if k not in ("node", "logits", "wide", "place")}
 
 
 def _transfers_as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ def likely(size: float | str) -> float | str:
     return f"{digits}{'GiB' if number < _MOST_GIB else 'MiB'}"
 
 
-def shown(nbytes: int) -> int | str:
+def as_argument(nbytes: int) -> int | str:
     """`nbytes` as an argument that `parse_size` takes."""
     return nbytes if nbytes >= _LEAST_WITHOUT_UNIT else f"{nbytes}B"
 

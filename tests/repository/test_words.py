@@ -23,7 +23,6 @@ MOST_WORDS = 60  # rows of the glossary
 VAGUE = {"again", "apart", "held", "kept", "least", "moments", "off", "over", "within"}
 # These are left. A name goes from here when it is replaced; none is added.
 VAGUE_NAMES = {
-    "aot_hooks/graphs/rows.py: Kept",
     "aot_hooks/planning/apart.py",
     "aot_hooks/planning/candidates.py: computed_again",
     "aot_hooks/planning/candidates.py: error_within",
@@ -48,7 +47,7 @@ EACH_HAS = {"forget", "reset", "log"}
 # Names with a meaning in each of two rooms. A name goes from here when one of them gets another; none is added.
 SHARED_NAMES: dict[str, set[str]] = {
     "aot_hooks": {
-        *("Call", "Limits", "Point", "Program", "Read", "Step", "shown", "step_of"),
+        *("Call", "Limits", "Program", "Step"),
     },
     "cudagraph": {"counts", "reason_against", "stats", "storages_of"},
 }
