@@ -172,13 +172,14 @@ class _Call:
 
     @staticmethod
     def before(checked: Checked, args: Sequence[Any]) -> _Call:
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        tensors = (a for a in args if isinstance(a, torch.Tensor) and a.device.type == "cuda")
+        devices = tuple(dict.fromkeys(t.device for t in tensors))
         named = {id(p): name for module in running_modules()[:1] for name, p in module.named_parameters()}
         named = {key: name.replace("_orig_mod.", "") for key, name in named.items()}
         labels = {id(a): named.get(id(a), name) for a, name in zip(args, checked.names, strict=False)}
         copied = [_detached(a, copy=i in checked.written) for i, a in enumerate(args)]
         needs = [isinstance(a, torch.Tensor) and a.requires_grad for a in args]
-        return _Call(checked, copied, needs, labels, [_version(a) for a in args], _RandomState.of(tensors))
+        return _Call(checked, copied, needs, labels, [_version(a) for a in args], _RandomState.now(devices))
 
     def after(self, outputs: Any) -> None:
         """Note what the forward has left."""
@@ -188,7 +189,7 @@ class _Call:
             self.problem = f"the forward writes to its input '{self.checked.names[min(changed)]}'"
             self.checked.written |= changed
         self.versions = now
-        self.random_after = self.random.now()
+        self.random_after = _RandomState.now(self.random.devices)
         self.samples = _samples(outputs)
 
     @contextlib.contextmanager
@@ -231,7 +232,8 @@ class _Call:
         with self.random.restored(), torch.enable_grad():
             with self.run_without(lambda _: None) as (outputs, backward):
                 another = _difference(self.samples, _samples(outputs))
-                repeated = self.random.now() == self.random_after or another < _SAME
+                after = self.random_after
+                repeated = (after is not None and after.is_now()) or another < _SAME
                 if repeated and another > _ANOTHER:
                     raise RuntimeError(f"its outputs differ from call to call, by {another:.2g}")
                 without = backward(incoming, keep=False)
@@ -417,41 +419,26 @@ def _message(wrong: _Wrong) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _RandomState:
-    """The random states of the CPU, and of the CUDA devices of a call."""
+    """The random states of the CPU, and of the CUDA `devices` of a call."""
 
-    states: tuple[torch.Tensor, ...]
     devices: tuple[torch.device, ...]
+    states: tuple[torch.Tensor, ...]
 
     @staticmethod
-    def of(tensors: Sequence[torch.Tensor]) -> _RandomState:
-        return _RandomState._read(tuple({t.device: None for t in tensors if t.device.type == "cuda"}))
+    def now(devices: tuple[torch.device, ...]) -> _RandomState:
+        return _RandomState(devices, (torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)))
 
-    @staticmethod
-    def _read(devices: tuple[torch.device, ...]) -> _RandomState:
-        return _RandomState((torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)), devices)
-
-    def now(self) -> _RandomState:
-        return self._read(self.devices)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _RandomState) and all(map(torch.equal, self.states, other.states))
-
-    __hash__ = None  # type: ignore[assignment]
+    def is_now(self) -> bool:
+        return all(map(torch.equal, self.states, _RandomState.now(self.devices).states))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """This state inside, the one from before after it."""
-        before = self.now()
-        self._write()
-        try:
+        with torch.random.fork_rng(self.devices):
+            torch.set_rng_state(self.states[0])
+            for device, state in zip(self.devices, self.states[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
             yield
-        finally:
-            before._write()
-
-    def _write(self) -> None:
-        torch.set_rng_state(self.states[0])
-        for device, state in zip(self.devices, self.states[1:], strict=True):
-            torch.cuda.set_rng_state(state, device)
 
 
 def _detached(value: Any, *, copy: bool) -> Any:

@@ -24,6 +24,7 @@ from torch.fx import Node
 from ..torch_private.values import difference, same_size
 from .nodes import argument_called, has_tag, is_tensor
 
+_aten = torch.ops.aten
 _ELEMENTWISE = frozenset(
     "aten._to_copy.default aten.detach.default aten.alias.default aten.lift_fresh_copy.default aten.full_like.default "
     "aten.zeros_like.default aten.ones_like.default aten.tanh_backward.default aten.sigmoid_backward.default "
@@ -224,6 +225,11 @@ def _same(node: Node) -> Callable[[_Get, Any], _Call]:
     return lambda get, _: (node.target, get(node.args), get(dict(node.kwargs)))
 
 
+def _of_one(source: Node, rows: Rows, out: Rows | None, call: Callable[[Any, Any], _Call]) -> TokenStep:
+    """The step of an operator with tokens in one input: `call(that input for some tokens, number of tokens)`."""
+    return TokenStep(out, {source: TokenRead(rows)}, lambda get, n: call(get(source), n))
+
+
 def _constant(node: Node, wanted: Rows | None) -> TokenStep | None:
     if wanted is None:
         return None
@@ -260,11 +266,7 @@ def _view(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenS
     out = carried(inside, shape_of(source), shape)
     if out is None:
         return None
-    return TokenStep(
-        out,
-        {source: TokenRead(inside)},
-        lambda get, n: (torch.ops.aten.reshape.default, (get(source), out.flat(shape, n)), {}),
-    )
+    return _of_one(source, inside, out, lambda x, n: (_aten.reshape.default, (x, out.flat(shape, n)), {}))
 
 
 def _expand(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
@@ -334,9 +336,7 @@ def _permute(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Tok
         return None
     small = [inside.moved(d, ndim) if d != inside.first else inside.first for d in order]
     flat = [d for d in small if d is not None]
-    return TokenStep(
-        out, {source: TokenRead(inside)}, lambda get, _: (torch.ops.aten.permute.default, (get(source), flat), {})
-    )
+    return _of_one(source, inside, out, lambda x, _: (_aten.permute.default, (x, flat), {}))
 
 
 def _product(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
@@ -400,11 +400,7 @@ def _sum(node: Node, known: Mapping[Node, Rows]) -> TokenStep | None:
     keep = bool(argument_called("keepdim", node)) if str(node.target) != "aten.sum.default" else False
     dtype = node.meta["val"].dtype
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    return TokenStep(
-        None,
-        {source: TokenRead(rows)},
-        lambda get, _: (torch.ops.aten.sum.dim_IntList, (get(source), sorted(flat), keep), {"dtype": wide}),
-    )
+    return _of_one(source, rows, None, lambda x, _: (_aten.sum.dim_IntList, (x, sorted(flat), keep), {"dtype": wide}))
 
 
 def _reduce(node: Node, known: Mapping[Node, Rows]) -> TokenStep | None:
@@ -419,11 +415,7 @@ def _reduce(node: Node, known: Mapping[Node, Rows]) -> TokenStep | None:
     out = rows.at(rows.first if keep else rows.first - sum(d < rows.first for d in dims))
     single = not isinstance(node.args[1], list | tuple)
     where = flat[0] if single else flat
-    return TokenStep(
-        out,
-        {source: TokenRead(rows)},
-        lambda get, _: (node.target, (get(source), where, *node.args[2:]), dict(node.kwargs)),
-    )
+    return _of_one(source, rows, out, lambda x, _: (node.target, (x, where, *node.args[2:]), dict(node.kwargs)))
 
 
 def _along(node: Node, known: Mapping[Node, Rows], wanted: Rows | None, position: int) -> TokenStep | None:
@@ -493,10 +485,6 @@ def _left_of(node: Node, at: int, rows: Rows, whole: Sequence[Any], sliced: Sequ
     return trimmed(replace(rows, kept=(*rows.kept, kept)), sliced)
 
 
-def _same_tokens(source: Node) -> Callable[[_Get, Any], _Call]:
-    return lambda get, _: (torch.ops.aten.alias.default, (get(source),), {})
-
-
 def _slice(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
     """A slice that leaves tokens out. The loop runs over those that are left, so it has nothing to do there."""
     source: Any = node.args[0]
@@ -508,7 +496,7 @@ def _slice(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Token
     out = _left_of(node, 1, rows, shape, shape_of(node))
     if out is None or (wanted is not None and out != wanted):
         return None
-    return TokenStep(out, {source: TokenRead(rows)}, _same_tokens(source))
+    return _of_one(source, rows, out, lambda x, _: (_aten.alias.default, (x,), {}))
 
 
 def _unslice(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
@@ -536,7 +524,7 @@ def _unslice(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Tok
     inside = _left_of(node, 2, whole, shape, shape_of(source))
     if inside is None or (rows is not None and inside != rows):
         return None
-    return TokenStep(whole, {source: TokenRead(inside)}, _same_tokens(source))
+    return _of_one(source, inside, whole, lambda x, _: (_aten.alias.default, (x,), {}))
 
 
 def restores(step: TokenStep) -> Node | None:

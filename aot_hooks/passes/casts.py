@@ -80,39 +80,12 @@ def recast(
         fused: a compiler may fuse readers with the cast, and then doesn't round. Only products are known to read a
             rounded copy from memory, so the copies of other readers stay saved.
 
-    Returns a row for each value that no longer crosses.
+    Values that share a storage are made again all or not at all. Returns a row for each value that no longer crosses.
     """
-    copies = _copies(fw, bw, num_fwd_outputs, set(parameters), is_wanted, fused)
-    if not copies:
-        return ()
-    rows = []
-    numbers: dict[Any, int] = {}
-    for copy in copies:
-        number = numbers.setdefault(storage_of(copy.node), len(numbers))
-        rows.append(row_of(copy.node, copy.slot, number, roots))
-    _save_sources(fw, bw, num_fwd_outputs, copies)
-    return tuple(rows)
-
-
-def with_casts(plan: Plan, rows: Collection[SavedTensor]) -> Plan:
-    """`plan` with the rows that `recast` returned: values that are saved without hooks, and not with them."""
-    reason = "a cast of an input that is alive anyway; the backward casts it again"
-    return with_rows(plan, rows, RECAST, reason)
-
-
-def _copies(
-    fw: GraphModule,
-    bw: GraphModule,
-    num_fwd_outputs: int,
-    parameters: set[Node],
-    is_wanted: Callable[[Node], bool],
-    fused: bool,
-) -> list[_Copy]:
-    """The saved values that are made again, all that share a storage or none of them."""
     pairs = [(n, slot) for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)]
     written = {storage_of(n) for n in written_inputs(fw, num_fwd_outputs)}
     crossing = {n for n, _ in pairs if n.op == "placeholder"}
-    sources = {n for n in parameters | crossing if storage_of(n) not in written and not n.meta.get(NO_VERSION_CHECK)}
+    sources = {n for n in {*parameters} | crossing if storage_of(n) not in written and not n.meta.get(NO_VERSION_CHECK)}
     alive = input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])
     found: list[_Copy] = []
     left: set[Any] = set()  # storages that stay saved
@@ -130,7 +103,18 @@ def _copies(
             left.add(key)
         else:
             found.append(copy)
-    return [copy for copy in found if storage_of(copy.node) not in left]
+    copies = [copy for copy in found if storage_of(copy.node) not in left]
+    numbers: dict[Any, int] = {}
+    rows = [row_of(c.node, c.slot, numbers.setdefault(storage_of(c.node), len(numbers)), roots) for c in copies]
+    if copies:
+        _save_sources(fw, bw, num_fwd_outputs, copies)
+    return tuple(rows)
+
+
+def with_casts(plan: Plan, rows: Collection[SavedTensor]) -> Plan:
+    """`plan` with the rows that `recast` returned: values that are saved without hooks, and not with them."""
+    reason = "a cast of an input that is alive anyway; the backward casts it again"
+    return with_rows(plan, rows, RECAST, reason)
 
 
 def _made_from(node: Node, slot: Node, sources: Collection[Node]) -> _Copy | None:

@@ -28,7 +28,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import is_tensor, name_and_line, source_line, target_name, tensor_bytes, type_text
+from cudagraph.placeholder import nearest_first
+
+from ..graphs.nodes import is_tensor, name_and_line, numel, source_line, target_name, tensor_bytes, type_text
 from ..graphs.rows import VIEWS, TokenSlice, TokenStep, is_elementwise, is_linear, is_zero, restores, shape_of
 from ..torch_private import aot
 from ..torch_private.values import hint
@@ -168,15 +170,12 @@ def with_peak(joint: GraphModule, found: Sequence[Chunked], peak_node: str) -> t
 
 def _of_its_size(seed: Node, follows: Callable[[Node], bool] = lambda _: True) -> set[Node]:
     """`seed`, and all that is computed from it without another product and has its size, or half of it."""
-    size = hint(seed.meta["val"].numel()) // 2
-    stack, found = [seed], {seed}
-    while stack:
-        for user in stack.pop().users:
-            big = is_tensor(user) and hint(user.meta["val"].numel()) >= size
-            if big and user not in found and target_name(user) not in PRODUCTS and follows(user):
-                found.add(user)
-                stack.append(user)
-    return found
+    size = numel(seed) // 2
+
+    def is_one(user: Node) -> bool:
+        return is_tensor(user) and numel(user) >= size and target_name(user) not in PRODUCTS and follows(user)
+
+    return set(nearest_first([seed], lambda node: filter(is_one, node.users)))
 
 
 def _has_loss(seed: Node, *, of_sum: bool = False) -> bool:
@@ -210,15 +209,14 @@ def _is_loop(node: Node) -> bool:
 
 def _is_summed(exponential: Node) -> bool:
     """Whether `exponential` is summed as it is, or weighted, as in a softmax."""
-    stack, seen = [exponential], {exponential}
-    while stack:
-        for user in stack.pop().users:
-            if target_name(user) in ("aten.sum.dim_IntList", "aten.sum.default"):
-                return True
-            if user not in seen and target_name(user) not in PRODUCTS and is_linear(user, seen.__contains__):
-                seen.add(user)
-                stack.append(user)
-    return False
+    multiples = {exponential}
+
+    def next_of(node: Node) -> list[Node]:
+        multiples.add(node)
+        return [n for n in node.users if target_name(n) not in PRODUCTS and is_linear(n, multiples.__contains__)]
+
+    read = (user for node in nearest_first([exponential], next_of) for user in node.users)
+    return any(target_name(user) in ("aten.sum.dim_IntList", "aten.sum.default") for user in read)
 
 
 def _layers(gm: GraphModule, tokens: int | None) -> list[Node]:

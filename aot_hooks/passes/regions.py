@@ -17,6 +17,8 @@ from typing import Any, ClassVar, TypeVar
 
 from torch.fx import GraphModule, Node
 
+from cudagraph.placeholder import nearest_first
+
 from ..graphs.nodes import is_tensor, name_and_line, target_name, type_text
 from ..graphs.rows import Rows, TokenSlice, TokenStep, shape_of, token_step
 from ..torch_private import aot
@@ -142,14 +144,11 @@ def ancestors(
     nodes: Iterable[Node], inside: Collection[Node], follows: Callable[[Node], bool] = lambda _: True
 ) -> set[Node]:
     """Those of `nodes`, and of all `inside` that they are computed from, as far as `follows` holds."""
-    found: set[Node] = set()
-    stack = [*nodes]
-    while stack:
-        node = stack.pop()
-        if node in inside and node not in found and follows(node):
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
+
+    def known(some: Iterable[Node]) -> list[Node]:
+        return [n for n in some if n in inside and follows(n)]
+
+    return set(nearest_first(known(nodes), lambda n: known(n.all_input_nodes)))
 
 
 def seeds_of(gm: GraphModule, tokens: int | None, least_bytes: int, times: int) -> Iterator[Node]:

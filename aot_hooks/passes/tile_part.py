@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.placeholder import nearest_first
+
 from ..graphs.nodes import has_tag, is_tensor, is_view, name_and_line, target_name, type_text
 from ..graphs.rows import VIEWS, TokenStep, is_elementwise, shape_of, token_step
 from ..torch_private.values import hint
@@ -117,14 +119,12 @@ def _check_order(nodes: list[Node], part: Part) -> None:
 
 def _why_alone(seed: Node, steps: Mapping[Node, TokenStep], is_wide: Callable[[Node], bool]) -> str:
     """Why a part with one product has no second one; "" if none follows, as behind most products."""
-    stack, seen = [seed], {seed}
-    while stack:
-        for user in stack.pop().users:
-            if user in seen or user.op == "output":
-                continue
-            seen.add(user)
-            if target_name(user) not in PRODUCTS and (is_wide(user) or not is_tensor(user)):
-                stack.append(user)
+
+    def next_of(node: Node) -> list[Node]:
+        goes_on = node is seed or (target_name(node) not in PRODUCTS and (is_wide(node) or not is_tensor(node)))
+        return [user for user in node.users if user.op != "output"] if goes_on else []
+
+    seen = set(nearest_first([seed], next_of))
     if not any(target_name(n) in PRODUCTS and n is not seed for n in seen):
         return ""
     readers = ((n, user) for n in steps if is_wide(n) for user in n.users if user not in steps and user in seen)
