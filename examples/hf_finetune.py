@@ -24,15 +24,16 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
+import pathlib
 import statistics
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from train_gpt import Sizes, read_corpus  # beside this file
 
 import aot_hooks
 from aot_hooks import policies
@@ -43,14 +44,20 @@ IGNORED = -100  # transformers' label for "no loss here"
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting(Sizes):
+class Setting:
+    layer_count: int
+    width: int
+    head_count: int
+    sequence: int
     image: int
     patch: int
+    batch: int
+    step_count: int
 
 
 SETTINGS = {
-    "small": Setting(2, 64, 4, 64, 8, 20, image=32, patch=8),
-    "full": Setting(12, 768, 12, 512, 32, 100, image=224, patch=16),
+    "small": Setting(2, 64, 4, 64, 32, 8, 8, 20),
+    "full": Setting(12, 768, 12, 512, 224, 16, 32, 100),
 }
 
 # policy -> how to make it, and how far the gradient may be off: 0 is bitwise
@@ -121,6 +128,16 @@ def make_vit(transformers: Any, s: Setting) -> nn.Module:
         hidden_dropout_prob=0.1,
     )
     return transformers.ViTForImageClassification(config).to(memory_format=torch.channels_last)
+
+
+def read_corpus(byte_count: int) -> Tensor:
+    """The first `byte_count` bytes of the standard library's modules, in the order of their names."""
+    text = bytearray()
+    for path in sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= byte_count:
+            break
+    return torch.frombuffer(text[:byte_count], dtype=torch.uint8)
 
 
 def draw_rows(corpus: Tensor, s: Setting, generator: torch.Generator) -> tuple[Tensor, Tensor]:
