@@ -194,14 +194,15 @@ def _compile_graph(
     versions = _Versions(inputs, mode, options, patches, capture, planner, left, roots(), listed is not None)
     graph = records.CompiledGraph()
     with again, autograd.covered_hooks(), recording() as seen:
-        checked = None if limit is None else _Without(gm)
+        twin = None if limit is None else aot.twin(gm)
         compiled = planner.compile(gm, graph.plans, partial(versions.compile_to, hooks))
-        if checked is not None:
-            checked.compile(versions.compile, hooks, [*graph.plans, *planner.tight_plans])
+        plans = [*graph.plans, *planner.tight_plans]
+        without = None if twin is None else _compiled_without(twin, versions, hooks, plans)
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
     compiled = planner.by_call(compiled, graph.plans, known)
-    if checked is not None and limit is not None:
-        compiled = checked.beside(compiled, limit, asked.settings, known, left)
+    if without is not None and limit is not None:
+        checked = first_step.Checked(limit=limit, settings=asked.settings, listed=known, left=left, **without)
+        compiled = partial(checked, compiled)
     if known is not None:
         known.extend(graph.plans)
     if listed is not None:
@@ -220,7 +221,7 @@ def _compile_as_stock(
 ) -> _Compiled:
     """Compile a graph without hooks as stock torch would: torch's cache knows it by torch's own key."""
     compilation = cudagraphs.compilation(capture) if capture is not None else None
-    compile_it = partial(_compile, gm, inputs, options, patches, None, lambda: None, compilation)
+    compile_it = partial(_compile, gm, inputs, options, patches, compilation)
     return _with_eager_hooks(lookup.without_hooks(gm, inputs, compile_it))
 
 
@@ -278,7 +279,7 @@ class _Versions:
 
         def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
             announced = _with_donations(compiling, donated, repeats=repeats)
-            return _compile(gm, self.inputs, self.options, self.patches, partition, announced, compilation)
+            return _compile(gm, self.inputs, self.options, self.patches, compilation, partition, announced)
 
         if why := _why_not_stored(self.options, compilation, reported=self.live):
             return bypassed(why, compile_graph)
@@ -347,49 +348,30 @@ def _program(
     return plan_files.program_of(gm, inputs, hooks.setting, hooks.regions, options=made_with, roots=roots())
 
 
-class _Without:
-    """A graph of Dynamo that is compiled without hooks too, so that gradients can be compared: `options["check"]`."""
+def _compiled_without(
+    gm: GraphModule, versions: _Versions, hooks: SettingsOfGraph, plans: list[Plan]
+) -> dict[str, Any] | None:
+    """Fields of `first_step.Checked`, for `options["check"]`: `gm`, a twin of a graph, is compiled without hooks.
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.gm, self.code = aot.twin(gm), dynamo.code_being_compiled()
-        self.names = dynamo.names_of_inputs(gm)
-        self.plans: list[Plan] = []
-        self.run: _Compiled | None = None
-        self.written: tuple[int, ...] = ()
-
-    def compile(self, compile_with: Callable[..., _Compiled], hooks: SettingsOfGraph, plans: list[Plan]) -> None:
-        """Call it when the graph is compiled with `hooks`, to `plans`. Does nothing if these pack nothing."""
-        if not any(d.hook is not KEEP for plan in plans for d in plan.decisions):
-            return
-        if why := first_step.why_not(self.gm):
-            return first_step.not_compared(why)
-        self.written = aot.written_inputs()
-        plans_without: list[Plan] = []
-        keep = SettingsOfGraph(Setting(KEEP, SCOPE), dict.fromkeys(hooks.regions, Setting(KEEP, SCOPE)))
-        try:
-            with aot.second_compilation():
-                run = compile_with(self.gm, keep, plans_without, repeats=True)
-        except RuntimeError as e:  # the graph with hooks is fine
-            return first_step.not_compared(f"it can't be compiled without hooks ({type(e).__name__}: {e})")
-        if plans_without:
-            self.run, self.plans = run, [*plans, plans_without[-1]]
-
-    def beside(
-        self,
-        compiled: _Compiled,
-        limit: float,
-        settings: Sequence[Setting],
-        listed: list[Plan] | None,
-        left: Unpacked,
-    ) -> _Compiled:
-        """`compiled`, whose first gradients are compared with those without hooks."""
-        if self.run is None:
-            return compiled
-        *plans, plan = self.plans
-        checked = first_step.Checked(
-            limit, settings, self.code, plans, listed, (self.run, plan), self.names, set(self.written), left
-        )
-        return partial(checked, compiled)
+    `plans`: those of the graph with `hooks`. None if they pack nothing, or if the graphs can't be compared.
+    """
+    if not any(d.hook is not KEEP for plan in plans for d in plan.decisions):
+        return None
+    if why := first_step.why_not(gm):
+        first_step.not_compared(why)
+        return None
+    found: dict[str, Any] = {"plans": plans, "names": dynamo.names_of_inputs(gm), "written": set(aot.written_inputs())}
+    plans_without: list[Plan] = []
+    keep = SettingsOfGraph(Setting(KEEP, SCOPE), dict.fromkeys(hooks.regions, Setting(KEEP, SCOPE)))
+    try:
+        with aot.second_compilation():
+            run = versions.compile(gm, keep, plans_without, repeats=True)
+    except RuntimeError as e:  # the graph with hooks is fine
+        first_step.not_compared(f"it can't be compiled without hooks ({type(e).__name__}: {e})")
+        return None
+    if not plans_without:
+        return None
+    return found | {"without": (run, plans_without[-1]), "code": dynamo.code_being_compiled()}
 
 
 def _guard_hooks_of_others() -> None:
@@ -483,9 +465,9 @@ def _compile(
     inputs: Sequence[Any],
     options: Options,
     patches: dict[str, Any],
-    partition: Callable[..., Any] | None,
-    compiling: Callable[[], None],
     compilation: Compilation | None,
+    partition: Callable[..., Any] | None = None,
+    compiling: Callable[[], None] = lambda: None,
 ) -> _Compiled:
     """Compile by the inner compiler, with `partition`, or as stock torch does if it is None."""
     whole_or_in_parts = partial(in_parts, options)

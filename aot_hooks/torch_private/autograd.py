@@ -83,42 +83,44 @@ def is_checkpointed() -> bool:
     return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-@contextlib.contextmanager
-def covered_hooks() -> Iterator[None]:
+def _as_it_is(x: Any) -> Any:
+    return x
+
+
+def covered_hooks() -> contextlib.AbstractContextManager[None]:
     """A pair of plain functions covers the hooks in force: torch would inline these a second time.
 
     An empty stack stays empty: torch.func's transforms trace on an empty stack only.
     """
-    if top_hooks() is None:
-        yield
-        return
-    before = show_plain_hooks()
+    return contextlib.nullcontext() if top_hooks() is None else innermost_hooks()
+
+
+@contextlib.contextmanager
+def innermost_hooks(pack: _Pack = _as_it_is, unpack: _Unpack = _as_it_is) -> Iterator[None]:
+    """A pair of functions as the innermost hooks of this thread, also where hooks are disabled."""
+    before = show_hooks(pack, unpack)
     try:
         yield
     finally:
         # what is traced inside may disable hooks, and fail before it allows them again
-        hide_plain_hooks(before)
+        hide_hooks(before)
 
 
-def show_plain_hooks() -> str | None:
-    """Push a pair of plain functions, and allow hooks until `hide_plain_hooks`; returns why hooks were disabled.
+def show_hooks(pack: _Pack = _as_it_is, unpack: _Unpack = _as_it_is) -> str | None:
+    """Push a pair of functions, and allow hooks until `hide_hooks`; returns why hooks were disabled.
 
     Works inside `torch.autograd.graph.disable_saved_tensors_hooks` too, where torch refuses a push.
     """
     before = disabled_because()
     if before is not None:
         allow_hooks()
-    push(_as_it_is, _as_it_is)
+    push(pack, unpack)
     return before
 
 
-def hide_plain_hooks(before: str | None) -> None:
+def hide_hooks(before: str | None) -> None:
     pop()
     _disable_or_allow(before)
-
-
-def _as_it_is(x: Any) -> Any:
-    return x
 
 
 def call_without_hooks(
@@ -339,19 +341,6 @@ def in_compiled_autograd() -> bool:
 def at_end_of_pass(call: Callable[[], None]) -> None:
     """Have autograd call `call` when the backward pass that runs has ended. It is dropped if the pass fails."""
     need("torch.autograd.Variable._execution_engine").queue_callback(untraced(call))
-
-
-@contextlib.contextmanager
-def innermost_hooks(pack: _Pack, unpack: _Unpack) -> Iterator[None]:
-    """A pair of functions as the innermost hooks of this thread, also where hooks are disabled."""
-    before = disabled_because()
-    if before is not None:
-        allow_hooks()
-    push(pack, unpack)
-    try:
-        yield
-    finally:
-        hide_plain_hooks(before)
 
 
 class Rerun:

@@ -72,14 +72,14 @@ def in_same_state(fn: Callable[..., Any], *args: Any) -> Any:
     if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _AUTOCAST)):
         with _plain_modes():
             return in_same_state(fn, *args)
-    disabled, grad = autograd.show_plain_hooks(), torch.is_grad_enabled()
+    disabled, grad = autograd.show_hooks(), torch.is_grad_enabled()
     _set_grad_enabled(False)
     try:
         with _no_functions():
             return fn(*args)
     finally:
         _set_grad_enabled(grad)
-        autograd.hide_plain_hooks(disabled)
+        autograd.hide_hooks(disabled)
 
 
 @contextlib.contextmanager

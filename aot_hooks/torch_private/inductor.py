@@ -5,6 +5,7 @@ gm --compile_fx--> joint pass --> partitioner, `rewrite` in it --> fw, bw --inne
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -105,35 +106,20 @@ def compile_stock(
     """
     register_operators()
     inner = inner or need("torch._inductor.compile_fx.compile_fx_inner")
-    if without_gradients is not None:
-        inner = _after(without_gradients, inner)
+
+    @functools.wraps(inner)
+    def inner_compile(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        """It passes over damaged entries of torch's cache; a backward may be compiled when it first runs."""
+        if without_gradients is not None and kwargs.get("is_inference"):
+            graph = without_gradients(graph)
+        with contextlib.nullcontext() if capture is not None else checked_entries():
+            return inner(graph, *args, **kwargs)
+
     if capture is not None:
-        return compilers.compile_inductor(gm, inputs, capture(inner), patches, need=need)
+        return compilers.compile_inductor(gm, inputs, capture(inner_compile), patches, need=need)
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
-    inner = _with_checked_entries(inner)
-    compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches or None)
+    compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches or None)
     return compiled
-
-
-def _after(without_gradients: Pass, inner: Compile) -> Compile:
-    """`inner`, before which a graph that has no backward goes through the pass `without_gradients`."""
-
-    @functools.wraps(inner)
-    def inner_compile(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        return inner(without_gradients(gm) if kwargs.get("is_inference") else gm, *args, **kwargs)
-
-    return inner_compile
-
-
-def _with_checked_entries(inner: Compile) -> Compile:
-    """`inner`, which passes over damaged entries of torch's cache; a backward may be compiled when it first runs."""
-
-    @functools.wraps(inner)
-    def inner_compile(*args: Any, **kwargs: Any) -> Any:
-        with checked_entries():
-            return inner(*args, **kwargs)
-
-    return inner_compile
 
 
 def compile_with_hooks(
