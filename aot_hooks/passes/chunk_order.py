@@ -27,25 +27,16 @@ from torch.fx import Node
 from ..graphs.lifetimes import CONSTANTS, fuses
 from ..graphs.nodes import is_tensor, target_name
 from ..graphs.rows import TokenRead, TokenStep
+from ..torch_private.inductor_lowering import new_operator
 from ..torch_private.values import hint
 from .regions import PRODUCTS, ancestors, depends_on
 
-_library = torch.library.Library("aot_hooks", "FRAGMENT")
-_library.define("wait_for(Tensor x, Tensor[] done) -> Tensor")
-_library.impl("wait_for", lambda x, done: x.clone(), "CompositeExplicitAutograd")
-torch.library.register_fake("aot_hooks::wait_for", lambda x, done: x.clone(), lib=_library)
-wait_for = torch.ops.aot_hooks.wait_for.default
-
-_library.define("wait_for_all(Tensor[] xs, Tensor[] done) -> Tensor[]")
-_library.impl("wait_for_all", lambda xs, done: [x.clone() for x in xs], "CompositeExplicitAutograd")
-torch.library.register_fake("aot_hooks::wait_for_all", lambda xs, done: [x.clone() for x in xs], lib=_library)
-wait_for_all = torch.ops.aot_hooks.wait_for_all.default
-
+wait_for = new_operator("wait_for(Tensor x, Tensor[] done) -> Tensor", lambda x, done: x.clone())
+wait_for_all = new_operator(
+    "wait_for_all(Tensor[] xs, Tensor[] done) -> Tensor[]", lambda xs, done: [x.clone() for x in xs]
+)
 # `torch.cat` of rows, into memory that is taken when all parts are there. Inductor takes it before the first is made.
-_library.define("join_rows(Tensor[] parts) -> Tensor")
-_library.impl("join_rows", torch.cat, "CompositeExplicitAutograd")
-torch.library.register_fake("aot_hooks::join_rows", torch.cat, lib=_library)
-join_rows = torch.ops.aot_hooks.join_rows.default
+join_rows = new_operator("join_rows(Tensor[] parts) -> Tensor", torch.cat)
 
 
 @dataclass(frozen=True)

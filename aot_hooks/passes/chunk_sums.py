@@ -16,16 +16,13 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import register_flop_formula
 
-from ..torch_private.inductor_lowering import lower_in_place
+from ..torch_private.inductor_lowering import lower_in_place, new_operator
 from .chunk_order import wait_for
 
 # The rows of a product that is added in pieces are of this many bytes in float32: the memory that it takes beside.
 _PIECE_BYTES = 64 << 20
 _aten = torch.ops.aten
 _wide_product = _aten.mm.dtype
-_library = torch.library.Library("aot_hooks", "FRAGMENT")
-_library.define("add_product(Tensor sum, Tensor a, Tensor b) -> Tensor")
-_library.define("add_product_(Tensor(a!) sum, Tensor a, Tensor b) -> ()")
 
 
 def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -63,11 +60,10 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch
     return found
 
 
-_library.impl("add_product", _add_product, "CompositeExplicitAutograd")
-_library.impl("add_product_", _add_product_, "CompositeExplicitAutograd")
-torch.library.register_fake("aot_hooks::add_product", lambda total, _a, _b: torch.empty_like(total), lib=_library)
-torch.library.register_fake("aot_hooks::add_product_", lambda _total, _a, _b: None, lib=_library)
-add_product, add_product_ = torch.ops.aot_hooks.add_product.default, torch.ops.aot_hooks.add_product_.default
+add_product = new_operator(
+    "add_product(Tensor sum, Tensor a, Tensor b) -> Tensor", _add_product, lambda total, *_: torch.empty_like(total)
+)
+add_product_ = new_operator("add_product_(Tensor(a!) sum, Tensor a, Tensor b) -> ()", _add_product_, lambda *_: None)
 
 
 @register_flop_formula(torch.ops.aot_hooks.add_product)

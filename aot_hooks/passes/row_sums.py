@@ -18,10 +18,8 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.nodes import target_name, tensor_bytes
 from ..graphs.workspaces import ROW_SUMS_BYTES, columns_at_once
+from ..torch_private.inductor_lowering import new_operator
 from .edits import call
-
-_library = torch.library.Library("aot_hooks", "FRAGMENT")
-_library.define("sum_rows(Tensor rows, Tensor ids, Tensor? mask, SymInt count, ScalarType dtype) -> Tensor")
 
 # The share of the float32 sums that slices must spare, at least. A call of the operator takes the host longer than a
 # kernel, and what it reads is written to memory, which a fused kernel would compute.
@@ -51,13 +49,11 @@ def _sum_rows(
     return found
 
 
-_library.impl("sum_rows", _sum_rows, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "aot_hooks::sum_rows",
+sum_rows = new_operator(
+    "sum_rows(Tensor rows, Tensor ids, Tensor? mask, SymInt count, ScalarType dtype) -> Tensor",
+    _sum_rows,
     lambda rows, _ids, _mask, count, dtype: rows.new_empty((count, rows.shape[-1]), dtype=dtype),
-    lib=_library,
 )
-sum_rows = torch.ops.aot_hooks.sum_rows.default
 
 _PUT = ("aten.index_put.default", "aten._unsafe_index_put.default")  # torch 2.11
 _PUT_MASKED = "aten._unsafe_masked_index_put_accumulate.default"  # torch 2.13

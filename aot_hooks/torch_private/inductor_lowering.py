@@ -1,5 +1,6 @@
-"""How Inductor compiles our operators: as one loop with inline PTX, or as calls.
+"""Our operators, and how Inductor compiles them: as one loop with inline PTX, or as calls.
 
+new_operator(schema, run, fake)
 lower_to_loop(op, ...), lower_to_call(op, ...), lower_in_place(op, ...)   when the library is imported, without Inductor
 register_operators()                                                      before Inductor first compiles them
 """
@@ -41,6 +42,20 @@ PROTOCOLS: Protocols = {
 need = needing(SYMBOLS)
 ALIGNMENT = 16  # bytes that a kernel loads at once
 _lowerings: list[tuple[Any, Callable[[], Callable[..., Any]]]] = []  # of operators, not registered yet
+
+
+_library = torch.library.Library("aot_hooks", "FRAGMENT")
+
+
+def new_operator(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any] | None = None, tags: tuple[torch.Tag, ...] = ()
+) -> Any:
+    """The operator `torch.ops.aot_hooks.<name>.default` with this schema, for all devices. `fake`: for fake tensors."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=tags)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"aot_hooks::{name}", fake or run, lib=_library)
+    return getattr(torch.ops.aot_hooks, name).default
 
 
 def emits_ptx(device: torch.device) -> bool:

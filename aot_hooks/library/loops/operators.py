@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...hook import compiled_by
-from ...torch_private.inductor_lowering import emits_ptx, lower_to_loop
+from ...torch_private.inductor_lowering import emits_ptx, lower_to_loop, new_operator
 from .. import scales
 from ..scales import EXPONENT_STEP, LOW_HALF, ROUND_UP, TOP_INT8
 from . import ptx
@@ -31,9 +31,6 @@ from . import ptx
 def use_operators(x: Tensor) -> bool:
     """Whether these operators should pack `x`: Inductor compiles it, for an NVIDIA GPU."""
     return emits_ptx(x.device) and compiled_by() == "inductor"
-
-
-_library = torch.library.Library("aot_hooks", "FRAGMENT")
 
 
 def _operator(arguments: str, result: torch.dtype | None = None, *, reduces: bool = False) -> Callable[..., Any]:
@@ -55,10 +52,8 @@ def _operator(arguments: str, result: torch.dtype | None = None, *, reduces: boo
 
     def define(tensor_code: Callable[..., Tensor]) -> Any:
         name = tensor_code.__name__
-        _library.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.reduction,) if reduces else ())
-        _library.impl(name, tensor_code, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"aot_hooks::{name}", fake)
-        op = getattr(torch.ops.aot_hooks, name).default
+        tags = (torch.Tag.reduction,) if reduces else ()
+        op = new_operator(f"{name}({arguments}) -> Tensor", tensor_code, fake, tags)
         lower_to_loop(op, getattr(ptx, name), dtype_of, reduce_last="amax" if reduces else None)
         return op
 
