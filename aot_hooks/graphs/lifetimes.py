@@ -32,6 +32,7 @@ from .nodes import (
     has_tag,
     input_storages,
     is_view,
+    name_of,
     output_storages,
     returns_view,
     storage_bytes,
@@ -76,7 +77,12 @@ def fuses(node: Node) -> bool:
 @functools.cache
 def _fuses_always(target: Any) -> bool:
     """Whether `fuses` holds for an operator, whatever it reads."""
-    return _is_pointwise(target) or target in (laid_out, in_layout) or returns_view(target) or _is_into_larger(target)
+    return (
+        _is_pointwise(target)
+        or target in (laid_out, in_layout)
+        or returns_view(target)
+        or name_of(target) in _INTO_LARGER
+    )
 
 
 @functools.cache  # operators are few
@@ -87,12 +93,7 @@ def _is_pointwise(target: Any) -> bool:
 
 def _shifts(node: Node) -> bool:
     """Whether `node` is pointwise but reads elsewhere than it writes: it puts tensors into a larger one."""
-    return _is_into_larger(node.target) or _is_pointwise_cat(node)
-
-
-@functools.cache
-def _is_into_larger(target: Any) -> bool:
-    return str(target) in _INTO_LARGER
+    return target_name(node) in _INTO_LARGER or _is_pointwise_cat(node)
 
 
 def _is_pointwise_cat(node: Node) -> bool:
@@ -127,7 +128,7 @@ def reduces(node: Node) -> bool:
 
 def _finds_scales(node: Node) -> bool:
     """Whether `node` finds the scales of rows for a hook. Inductor fuses it with other kernels that read these rows."""
-    return node.op == "call_function" and _has_name("aot_hooks.amax_", node.target)
+    return node.op == "call_function" and target_name(node).startswith("aot_hooks.amax_")
 
 
 def _pads_rows(node: Node) -> bool:
@@ -140,12 +141,7 @@ def _pads_rows(node: Node) -> bool:
 
 
 def is_loop(node: Node) -> bool:
-    return node.op == "call_function" and _has_name(_LOOPS, node.target)
-
-
-@functools.cache  # making the name of an operator takes longer than a look-up
-def _has_name(prefixes: str | tuple[str, ...], target: Any) -> bool:
-    return str(target).startswith(prefixes)
+    return node.op == "call_function" and target_name(node).startswith(_LOOPS)
 
 
 def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
@@ -194,7 +190,7 @@ def _sums_in_place(
     """Storages of sums of chunks that are written over the sum before, see passes/chunk_sums.py: each with that."""
     found = {}
     for node in nodes:
-        if _has_name("aot_hooks.add_product.", node.target) and (key := storage_of(node)) in first:
+        if target_name(node).startswith("aot_hooks.add_product.") and (key := storage_of(node)) in first:
             before = storage_of(node.all_input_nodes[0])
             if before in first and first[before][2].op == "call_function" and last[before] == first[key][0]:
                 found[key] = before

@@ -48,7 +48,6 @@ ALONG = {  # the argument that is the dimension along which they work
     "aten.slice_scatter.default": 2,
     "aten.slice_backward.default": 2,
 }
-_SLICES = frozenset(("aten.slice.Tensor",))
 _UNSLICES = {"aten.slice_backward.default": 2, "aten.slice_scatter.default": 2}  # the argument that is the dimension
 _ALL = 1 << 62  # The end of a slice that has none is at least this.
 _CONSTANTS = frozenset("aten.full.default aten.zeros.default aten.ones.default".split())
@@ -189,7 +188,7 @@ def token_step(
         return found
     if name in REDUCTIONS:
         return _reduce(node, known)
-    if sliced and name in _SLICES and (found := _slice(node, known, wanted)) is not None:
+    if sliced and name == "aten.slice.Tensor" and (found := _slice(node, known, wanted)) is not None:
         return found
     if sliced and name in _UNSLICES and (found := _unslice(node, known, wanted)) is not None:
         return found
@@ -215,10 +214,6 @@ def order_of(node: Node) -> list[int]:
         a, b = (0, 1) if str(node.target) == "aten.t.default" else (d % ndim for d in arguments[1:])
         order[a], order[b] = b, a
     return order
-
-
-def is_conversion(node: Node) -> bool:
-    return str(node.target) in ("prims.convert_element_type.default", "aten._to_copy.default")
 
 
 def _same(node: Node) -> Callable[[_Get, Any], _Call]:

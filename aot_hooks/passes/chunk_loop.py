@@ -23,8 +23,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..graphs.nodes import MADE_EARLY, is_tensor, is_view
-from ..graphs.rows import Rows, TokenRead, TokenSlice, TokenStep, is_conversion, shape_of
+from ..graphs.nodes import MADE_EARLY, is_tensor, is_view, target_name
+from ..graphs.read_tables import CONVERSIONS
+from ..graphs.rows import Rows, TokenRead, TokenSlice, TokenStep, shape_of
 from ..torch_private import aot
 from ..torch_private.values import computed_from, expression, is_operator, symbols_of
 from .chunk_order import OntoLogits, join_rows, onto_logits, wait_for, wait_for_all
@@ -409,7 +410,7 @@ def _widened(written: _Written, node: Any, env: Mapping[Node, Node], input_of: A
     while source in env and str(source.target) in _MOVES:
         moves.insert(0, source)
         source = source.args[0]
-    if source in env and is_conversion(source) and source.args[0] in env:
+    if source in env and target_name(source) in CONVERSIONS and source.args[0] in env:
         before = env[source.args[0]]
         if before.meta["val"].dtype == torch.float32:
             made = {source: before}

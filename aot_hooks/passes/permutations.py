@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graphs.nodes import target_name
+from ..graphs.read_tables import CONVERSIONS
 from ..torch_private.values import same_size
 from .edits import call
 
@@ -28,7 +29,6 @@ _PUTS = ("aten.index_put.default", "aten._unsafe_index_put.default", "aten.index
 _ZEROS = ("aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default")
 QUOTIENTS = ("aten.floor_divide.default", "aten.div.Tensor_mode")
 _COPIES = ("aten.clone.default", "aten.alias.default", "aten.detach.default")
-_CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
 _SORTS = ("aten.sort.default", "aten.sort.stable")
 _SAME = (*_COPIES, "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 
@@ -146,7 +146,7 @@ def _quotients(numbers: Any) -> _Quotients | None:
             return _Quotients(at.permutation, divisor * of.divisor)
         elif numbers.target is operator.getitem and args[1] == 1 and target_name(args[0]) in _SORTS:
             return _Quotients(numbers, divisor)
-        elif name not in (*_SAME, *_CASTS):
+        elif name not in (*_SAME, *CONVERSIONS):
             return None
         numbers = args[0]
     return None

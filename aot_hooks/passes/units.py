@@ -20,6 +20,7 @@ from ..graphs.lifetimes import alive_bytes, fuses
 from ..graphs.nodes import producer, seen_from, storage_bytes, storage_of
 from ..graphs.saved import SavedValue
 from ..hook import KEEP, Hook, compiling_for
+from ..identity.frozen import described
 from ..offloading.hook import settings_of
 from ..offloading.transfers import offload_wait
 from ..torch_private import inductor
@@ -98,7 +99,7 @@ def tracer(for_inductor: bool) -> Tracer:
                 return known[key]
         with compiling_for("aten" if decompositions is None else "inductor"):
             where = saved.row.describe()
-            twice = hook not in checked and not _is_of_library(hook)
+            twice = hook not in checked and described(hook).own  # hooks of the package have no hidden state
             traced = trace_hook(hook, value, where, decompositions=decompositions, twice=twice)
         checked.add(hook)
         if key is not None:
@@ -108,13 +109,6 @@ def tracer(for_inductor: bool) -> Tracer:
         return traced
 
     return trace
-
-
-def _is_of_library(hook: Hook) -> bool:
-    """Whether both functions are the package's, which have no hidden state. Those of `offload` may call the user's."""
-    own = __name__.split(".")[0]
-    modules = [str(getattr(fn, "__module__", "")).split(".")[0] for fn in (hook.pack, hook.unpack)]
-    return settings_of(hook) is None and all(module == own for module in modules)
 
 
 def trace_units(
