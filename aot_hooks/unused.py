@@ -33,7 +33,7 @@ from .torch_private import aot
 from .torch_private.autograd import at_end_of_backward
 
 log = logging.getLogger("aot_hooks")
-_SHOWN = 8
+_SHOWN = 8  # values beside a key that matches nothing, in a warning
 _INSTEAD_OF_CHECKPOINTING = (
     "Take the checkpoint out where the hooks leave enough memory, which costs less time, or a part of its blocks"
 )

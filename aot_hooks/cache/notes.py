@@ -22,8 +22,8 @@ from typing import Any
 from ..torch_private import aot_cache
 from . import sealed
 
-_KEPT = 32
-_SHOWN = 40
+_KEPT = 32  # notes in a directory at most: the newest
+_SHOWN = 40  # lines that differ, in an explanation
 _ALIKE = 0.5  # a key that shares fewer of its lines is of another model: line by line they have nothing to say
 
 

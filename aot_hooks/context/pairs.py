@@ -27,7 +27,7 @@ from ..identity.records import Record, Recording
 from ..settings.setting import Setting, choose
 from ..torch_private import autograd, dynamo
 
-_MAX_KEYS, _MAX_RECENT = 4096, 8
+_MAX_KEYS, _MAX_RECENT = 4096, 8  # settings that are found by identity; pairs that stay alive though nobody uses them
 _numbers = itertools.count(1)
 
 

@@ -14,7 +14,7 @@ from ..identity.records import Record, Recording
 from ..settings.setting import Setting, choose
 from ..torch_private import autograd, dynamo, dynamo_trace
 
-_MAX_REGIONS = 4096
+_MAX_REGIONS = 4096  # regions that are remembered: those noted last
 # operators whose bodies may have a context: what a checkpoint saves is seen, and a custom function's body saves nothing
 _BODIES = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "autograd.Function"}
 

@@ -25,7 +25,7 @@ from torch import nn
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
 
-_MAX_NOTES = 1 << 16
+_MAX_NOTES = 1 << 16  # operators of a thread whose modules are noted; then the older half is dropped
 
 
 class _Local(threading.local):

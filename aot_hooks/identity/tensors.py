@@ -16,7 +16,7 @@ from ..torch_private.values import is_traced_value, without_modes
 from .memo import Memo
 
 _known: Memo[tuple[Any, str]] = Memo()  # by the tensor: its version and memory, its digest
-READ_EACH_TIME = 1 << 14
+READ_EACH_TIME = 1 << 14  # bytes of a tensor on the CPU, up to which it is read each time
 
 
 def tensor_digest(x: torch.Tensor) -> str:

@@ -17,7 +17,7 @@ from ..passes.plan import Plan
 from ..planning.budget import Budget
 from .logits import WithoutLogits
 
-_MIB = 1 << 20
+_MIB = 1 << 20  # bytes
 
 COMPILED_ONCE = (
     ". Accelerate compiles a model for the first Trainer or Accelerator only: call model.compile() before a second "

@@ -26,7 +26,7 @@ from .dry_run import check_keywords, dry_run
 from .text import peak_before
 from .trial import unwrap_compiled
 
-_POINTS = 8
+_POINTS = 8  # parts that the range of peaks is cut into, with a budget between each two
 _OF_GPU = 0.95  # share of a GPU's memory that a process can have
 
 

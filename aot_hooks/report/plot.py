@@ -12,8 +12,8 @@ from ..errors import AotHooksError, OptionError
 from ..passes.plan import Plan
 from .text import module_bytes
 
-_MIB = 1 << 20
-_MODULES_SHOWN = 12
+_MIB = 1 << 20  # bytes
+_MODULES_SHOWN = 12  # pairs of bars; all other modules are one pair
 
 
 class MissingExtraError(AotHooksError, ImportError):

@@ -23,7 +23,7 @@ from ..passes.plan import Decision, Plan, joined
 from ..settings.byte_sizes import SIZES
 from ..steps.schedule import Transfer
 
-WIDTH = 110
+WIDTH = 110  # characters of a line
 
 
 @dataclass(frozen=True)

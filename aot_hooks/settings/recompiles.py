@@ -22,7 +22,7 @@ from ..identity.records import Record
 from ..torch_private import dynamo
 from .setting import Setting
 
-_WARNS_AT = 4
+_WARNS_AT = 4  # compilations of one function, half of Dynamo's limit
 _records: Memo[dict[str, list[Record]]] = Memo()  # by the compiled function: text of a setting -> records of its graphs
 
 
