@@ -38,7 +38,7 @@ def test_the_committed_runs_have_five_thousand_programs_and_each_failure_a_reaso
     assert set(found["header"]["hooks"]) == set(oracle.HOOKS)
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 21))])
+@pytest.mark.parametrize("seed", range(8))
 def test_a_random_program_full_of_decisions_has_the_gradients_that_eager_mode_allows(seed: int) -> None:
     program = fuzz_decisions.generate(seed)
     verdicts = fuzz_decisions.check(program, hooks=oracle.TWO_KINDS)
@@ -66,7 +66,7 @@ def test_small_numbers_of_a_block_are_not_lost_where_they_alone_count(seed: int)
 @pytest.mark.parametrize("seed", (2,))
 def test_inductor_obeys_the_same_rule(seed: int) -> None:
     program = fuzz_decisions.generate(seed, (torch.float32,))
-    verdicts = fuzz_decisions.check(program, "inductor", ("int4",))
+    verdicts = fuzz_decisions.check(program, "inductor", oracle.ONE_KIND)
     assert all(v.ok for v in verdicts), f"{program.code}{oracle.format_failures(verdicts)}"
 
 

@@ -28,7 +28,7 @@ import torch
 
 import aot_hooks
 
-__all__ = ["HOOKS", "ROUNDOFF", "TWO_KINDS", "Verdict", "compare", "format_failures", "total_error"]
+__all__ = ["HOOKS", "ONE_KIND", "ROUNDOFF", "TWO_KINDS", "Verdict", "compare", "format_failures", "total_error"]
 
 FACTOR = 1.5
 EAGER_LOST = "worse, eager lost"
@@ -43,6 +43,8 @@ HOOKS: dict[str, aot_hooks.Hook] = {
 # Two of them for tests: one rounds relative to each value, one relative to a block, coarsely. Which reads may be
 # rounded does not depend on the hook. Committed runs of op_db.py and fuzz_decisions.py have all four.
 TWO_KINDS = ("float8", "int4")
+# For programs of which others of their kind are compared with both: a wrong read is worst with the coarser one.
+ONE_KIND = ("int4",)
 # The largest error of a value, from the docstrings of the hooks in aot_hooks/library: relative to the value for
 # float8 and cast, to the largest value of its block for int8 (1/250) and int4 (1/14 and 2**-4 of it), rounded up.
 ROUNDOFF = {"float8": 2.0**-4, "int8": 2.0**-7, "int4": 2.0**-3, "cast": 2.0**-8}
