@@ -1,10 +1,11 @@
-"""The examples at their small settings, most as programs of their own; hf_finetune.py has tests of its own."""
+"""The examples at their small settings, the demo as a program of its own; hf_finetune.py has tests of its own."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,17 +46,20 @@ def test_the_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lossless(tmp_path: Path) -> None:
-    done = run(tmp_path, "lossless_relu.py")
-    assert done.returncode == 0, done.stderr
-    assert "30 of 30 gradients are equal to the last bit" in done.stdout
+def test_lossless(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["lossless_relu.py"])
+    loaded("lossless_relu").main()
+    assert "30 of 30 gradients are equal to the last bit" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_offload(tmp_path: Path) -> None:
-    done = run(tmp_path, "offload_long_context.py", "--small")
-    assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("offload "))
+def test_offload(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With one way of the example's four beside none."""
+    offload = loaded("offload_long_context")
+    every = offload.ways
+    monkeypatch.setattr(offload, "ways", lambda n: {name: every(n)[name] for name in ("nothing", "offload")})
+    assert offload.main(["--small"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("offload "))
     saved, on_device, on_host, _, error = map(float, line.split()[1:])
     assert (on_device, on_host, error) == (0.0, saved, 0.0)
 
@@ -69,6 +73,12 @@ def test_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     assert fit.main(["--exact"]) == 0
     printed = capsys.readouterr().out
     assert "gradient error       0.0000 (at most 0.0)" in printed and "recompute" in printed
+
+
+def test_the_demo_explains_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        loaded("train_gpt").main(["--help"])
+    assert re.search(r"--check +fail if the losses end over \d+% apart", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
