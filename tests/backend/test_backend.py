@@ -204,13 +204,12 @@ def test_inductor_settings_win_over_the_mode(patches_seen: list[dict[str, Any]])
 
 @pytest.mark.slow
 @pytest.mark.core
-@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
-def test_modes_compute_the_same(mode: str) -> None:
+def test_a_mode_of_inductor_computes_the_same() -> None:
     torch.manual_seed(0)
     model, x = mlp(), torch.randn(4, 8, requires_grad=True)
     (expected,) = torch.autograd.grad(model(x).sum(), x)
     with saved_tensors_hooks(HALF):
-        out = torch.compile(model, backend="aot_hooks", mode=mode)(x)
+        out = torch.compile(model, backend="aot_hooks", mode="max-autotune-no-cudagraphs")(x)
     (got,) = torch.autograd.grad(out.sum(), x)
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-3)
 

@@ -21,8 +21,6 @@ from cudagraph.graph.analyse import Kind, analyse
 from cudagraph.graph.blockers import is_host_operator
 from cudagraph.tree import dispatch
 
-INNER = ["aten", pytest.param("inductor", marks=pytest.mark.slow)]
-
 
 @pytest.fixture
 def noted(monkeypatch) -> Noted:
@@ -65,11 +63,15 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(
+    ("inner", "name"),
+    [
+        *(("aten", name) for name in HOOKS),
+        # one lossy hook and offload are enough of Inductor's time
+        *(pytest.param("inductor", name, marks=pytest.mark.slow) for name in ("cast", "offload")),
+    ],
+)
 def test_hooks_are_captured_with_their_graphs(noted, inner, name):
-    if inner == "inductor" and name not in ("cast", "offload"):
-        pytest.skip("one lossy hook and offload are enough of Inductor's time")
     module = Net(small=inner == "inductor")
     reference = copy.deepcopy(module)
     policy = aot_hooks.policies.everything(HOOKS[name]()) if name not in ("none", "bitmask") else HOOKS[name]()

@@ -91,7 +91,6 @@ def nothing_stays() -> Iterator[None]:
 
 POLICIES = [
     (float8(), 0.05),
-    pytest.param(int8(), 0.02, marks=pytest.mark.slow),
     (lossless(), 0),
     pytest.param(offload(min_bytes=0), 0, marks=pytest.mark.slow),
     pytest.param(budget(max_slowdown=1.0), 0.1, marks=pytest.mark.slow),

@@ -231,8 +231,11 @@ def test_round_trip_through_a_graph(hook, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("hook", [*NEAREST, aot_hooks.int4()], ids=repr)
+@pytest.mark.parametrize(
+    ("hook", "dtype"),
+    [*((hook, torch.bfloat16) for hook in (*NEAREST, aot_hooks.int4())), (aot_hooks.int8(), torch.float32)],
+    ids=str,
+)
 def test_round_trip_through_inductor(hook, dtype):
     x = torch.cat([data("mixed", dtype, columns=200), data("largest", dtype, columns=200)])
     check(x, through_graph(x, hook, compiled(product, "inductor")), hook)

@@ -105,9 +105,13 @@ def test_copies_end_in_other_graphs() -> None:
     assert log.count("start") > 4
 
 
-@pytest.mark.parametrize("inner", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("max_stall_ms", [0.0, math.inf])
-@pytest.mark.parametrize(("limit", "value"), [("_TOGETHER", 4), ("_PART_BYTES", 1 << 14)])
+@pytest.mark.parametrize(
+    ("limit", "value", "max_stall_ms", "inner"),
+    [
+        *((*limit, ms, "aten") for limit in (("_TOGETHER", 4), ("_PART_BYTES", 1 << 14)) for ms in (0.0, math.inf)),
+        pytest.param("_TOGETHER", 4, 0.0, "inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_a_graph_of_many_layers_has_several_operators(
     monkeypatch: pytest.MonkeyPatch, inner: str, max_stall_ms: float, limit: str, value: int
 ) -> None:

@@ -76,7 +76,7 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolera
         assert float((a - b).norm()) <= tolerance * float(b.norm())
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 5), pytest.param(5, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "count"), [(0, 5), pytest.param(5, 10, marks=pytest.mark.slow)])
 def test_random_losses_are_right_in_chunks_or_left_alone_with_the_reason(first: int, count: int) -> None:
     outcomes = [fuzz_chunk.check(fuzz_chunk.generate(seed)) for seed in range(first, first + count)]
     assert [o for o in outcomes if o.wrong] == []
@@ -85,7 +85,7 @@ def test_random_losses_are_right_in_chunks_or_left_alone_with_the_reason(first: 
 
 @pytest.mark.parametrize(
     ("first", "decomposed"),
-    [(4000, False), (20, True), pytest.param(4020, False, marks=pytest.mark.slow)],
+    [(4000, False), (20, True)],
 )
 def test_random_joint_graphs_are_right_in_chunks(first: int, decomposed: bool) -> None:
     seeds = range(first, first + 12)
@@ -136,7 +136,7 @@ def test_logits_that_are_read_whole_and_sliced_are_left_alone() -> None:
     ("inner", "dtype"),
     [
         *(("aten", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
-        *(pytest.param("inductor", dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)),
+        pytest.param("inductor", torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_logits_of_one_chunk_are_alive(dtype: torch.dtype, inner: str, tmp_path: Path) -> None:

@@ -233,10 +233,10 @@ def test_an_overlap_that_only_the_trace_has_is_none() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("siblings", [False, True])
-def test_every_hook_gives_back_what_really_came(siblings: bool) -> None:
-    for case in DIFFERING.values():
-        assert check(case, HOOKS, "cpu", siblings), f"{case} is not reproducible"
+def test_every_hook_gives_back_what_really_came() -> None:
+    """Of every second case the two views are siblings."""
+    for number, case in enumerate(DIFFERING.values()):
+        assert check(case, HOOKS, "cpu", siblings=number % 2 == 0), f"{case} is not reproducible"
 
 
 @pytest.mark.slow

@@ -17,9 +17,11 @@ Tensor = torch.Tensor
 
 
 def also_inductor(first: Any, *others: Any) -> list[Any]:
-    """Cases of operators one by one, and the first with Inductor too: the copy is made before either gets the graph."""
-    aten = [pytest.param("aten", each, marks=pytest.mark.core) for each in (first, *others)]
-    return [*aten, pytest.param("inductor", first, marks=pytest.mark.slow)]
+    """Each program with operators one by one, one with Inductor: the copy is made before either gets the graph."""
+    aten = [
+        pytest.param(program, "aten", each, marks=pytest.mark.core) for program in PROGRAMS for each in (first, *others)
+    ]
+    return [*aten, pytest.param("twice", "inductor", first, marks=pytest.mark.slow)]
 
 
 def running_mean(x: Tensor, state: Tensor, w: Tensor) -> Any:
@@ -76,8 +78,7 @@ def assert_same(got: list[Any], expected: list[Any]) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("inner", "needs_grad"), also_inductor(False, True))
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "inner", "needs_grad"), also_inductor(False, True))
 def test_without_hooks(program: str, inner: str, needs_grad: bool) -> None:
     expected = train(PROGRAMS[program], needs_grad)
     call = torch.compile(PROGRAMS[program], backend="aot_hooks", options={"inner": inner})
@@ -85,8 +86,7 @@ def test_without_hooks(program: str, inner: str, needs_grad: bool) -> None:
     assert last_plans(call) == ()
 
 
-@pytest.mark.parametrize(("inner", "scope"), also_inductor("donated", "no_static", "all"))
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "inner", "scope"), also_inductor("donated", "no_static", "all"))
 def test_with_hooks(program: str, inner: str, scope: str) -> None:
     expected = train(PROGRAMS[program])
     call = torch.compile(PROGRAMS[program], backend="aot_hooks", options={"inner": inner}, dynamic=True)

@@ -82,12 +82,12 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], tolera
 
 @pytest.mark.slow
 def test_random_parts_are_right_in_tiles_or_left_alone_with_the_reason() -> None:
-    outcomes = [fuzz_tile.check(fuzz_tile.generate(seed)) for seed in range(42)]
+    outcomes = [fuzz_tile.check(fuzz_tile.generate(seed)) for seed in range(20)]
     assert [o for o in outcomes if o.wrong] == []
-    assert sum(o.done for o in outcomes) >= 21
+    assert sum(o.done for o in outcomes) >= 10
 
 
-@pytest.mark.parametrize(("first", "count"), [(4000, 2), pytest.param(4002, 120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "count"), [(4000, 2), pytest.param(4002, 40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("again", [True, False])
 def test_random_joint_graphs_are_right_in_tiles(first: int, count: int, again: bool) -> None:
     outcomes = [fuzz_tile.check_joint(fuzz_tile.generate(seed), again=again) for seed in range(first, first + count)]
@@ -161,9 +161,13 @@ def test_tiles_of_the_backward_keep_what_is_saved(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16))]
+    ("tile", "dtype"),
+    [
+        (64, torch.bfloat16),
+        *(pytest.param(64, dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16)),
+        pytest.param("backward", torch.bfloat16, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("tile", [64, pytest.param("backward", marks=pytest.mark.slow)])
 def test_gradients_are_at_least_as_near_to_float64(
     dtype: torch.dtype, tile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

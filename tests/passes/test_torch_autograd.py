@@ -50,8 +50,13 @@ def noise_of(call: Any, x: Tensor) -> Tensor:
     return gradients(out, x)[0] - x.detach()
 
 
-@pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(
+    ("inner", "fallback"),
+    [
+        *(pytest.param("aten", fallback, marks=pytest.mark.core) for fallback in (False, True)),
+        pytest.param("inductor", False, marks=pytest.mark.slow),
+    ],
+)
 def test_random_pack(inner: str, fallback: bool) -> None:
     x, _ = leaves()
     call = compiled(noisy, inner)
@@ -179,8 +184,13 @@ def test_nested_regions_pack_no_parameter_input_or_output(scope: str) -> None:
 # --- checkpointing ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("p", "inner"),
+    [
+        *(pytest.param(p, "aten", marks=pytest.mark.core) for p in (0.0, 0.5)),
+        pytest.param(0.5, "inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_checkpoint_inside(inner: str, p: float) -> None:
     def f(x: Tensor, w: Tensor) -> Tensor:
         def layer(x: Tensor) -> Tensor:
@@ -292,8 +302,13 @@ def outcome(run: Any) -> Any:
         return str(e).splitlines()[0]
 
 
-@pytest.mark.parametrize("donated", [False, True])
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(
+    ("inner", "donated"),
+    [
+        *(pytest.param("aten", donated, marks=pytest.mark.core) for donated in (False, True)),
+        pytest.param("inductor", True, marks=pytest.mark.slow),
+    ],
+)
 def test_retain_graph_is_as_without_hooks(inner: str, donated: bool) -> None:
     def twice(hook: Hook | None) -> Any:
         torch._dynamo.reset()
@@ -315,8 +330,13 @@ def test_retain_graph_is_as_without_hooks(inner: str, donated: bool) -> None:
         assert "donated buffers" in stock[0] and ours == stock
 
 
-@pytest.mark.parametrize("scope", ["donated", "no_static", "all"])
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(
+    ("inner", "scope"),
+    [
+        *(pytest.param("aten", scope, marks=pytest.mark.core) for scope in ("donated", "no_static", "all")),
+        *(pytest.param("inductor", scope, marks=pytest.mark.slow) for scope in ("donated", "all")),
+    ],
+)
 def test_a_second_backward_after_another_step_is_as_without_hooks(inner: str, scope: str) -> None:
     """A backward that saves inputs and outputs alone may not write over them; nor over what is packed of them."""
 

@@ -91,7 +91,9 @@ def test_dropout_is_the_same_also_where_hooks_draw_random_numbers(inner: str) ->
     model, x = Noisy(), torch.randn(32, 16)
     exact = check_gradients(model, x, policy=aot_hooks.lossless(), inner=inner)
     assert exact.error == 0 and exact.output_error == 0
-    for policy, most in ((aot_hooks.float8(), 0.1), (aot_hooks.int4(), 0.4), (aot_hooks.int8(stochastic=True), 0.05)):
+    rounding = ((aot_hooks.float8(), 0.1), (aot_hooks.int4(), 0.4), (aot_hooks.int8(stochastic=True), 0.05))
+    # One hook that draws numbers is enough of Inductor's time.
+    for policy, most in rounding if inner == "aten" else rounding[1:2]:
         report = check_gradients(model, x, policy=policy, inner=inner)
         assert 0 < report.error < most and report.same_random_numbers and report.output_error < 1e-5
         assert [row.name for row in report.rows if row.vanishes] == ["body.3.bias"], "a bias before a BatchNorm"

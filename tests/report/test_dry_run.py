@@ -108,10 +108,7 @@ CASES = [(*case, policy) for case in (("aten", "module", True), ("aten", "functi
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    "inner, called_as, breaks, policy",
-    [*CASES, pytest.param("inductor", "module", False, "names", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("inner, called_as, breaks, policy", CASES)
 def test_policies_plan_what_they_compile(inner: str, policy: str, called_as: str, breaks: bool) -> None:
     model, x, rule = Blocks(breaks), torch.randn(4, 8), POLICIES[policy]
     fn = model if called_as == "module" else lambda x: model(x).sin()

@@ -162,7 +162,7 @@ def test_a_context_is_a_decorator(model: Chain, x: Tensor, make: Any, wrap: Any)
 
 @pytest.mark.slow
 @pytest.mark.core
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scope", ["donated", "all"])
 def test_inductor_packs_exactly_the_scope(model: Chain, x: Tensor, scope: str) -> None:
     with saved_tensors_hooks(*quadruple, scope=scope):
         got = gradients(compiled(model, inner="inductor"), model, x)
