@@ -90,11 +90,10 @@ def test_queries_and_keys_stay_and_values_are_packed():
     assert any(d.hook is not aot_hooks.KEEP for d in plan.decisions)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.75])
-def test_budgets_round_no_queries_and_keys(share):
+def test_budgets_round_no_queries_and_keys():
     x = torch.randn(8, 128, 64)
     stock = aot_hooks.plan(layers(), x, policy=aot_hooks.KEEP, inner="aten").peak_bytes
-    found = gradient(layers(), aot_hooks.budget(f"{int(share * stock)}B"))
+    found = gradient(layers(), aot_hooks.budget(f"{int(0.75 * stock)}B"))
     assert (found - exact(layers)).norm() <= 0.1 * exact(layers).norm()
 
 

@@ -43,8 +43,15 @@ FLAT = Hook(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("dynamic", "mark"), [(None, False), (True, False), (None, True)])
-@pytest.mark.parametrize("hook", [BITS, FLAT, aot_hooks.float8(), aot_hooks.float8(scaling="blockwise")], ids=str)
+@pytest.mark.parametrize(
+    ("hook", "dynamic", "mark"),
+    [
+        (BITS, None, False),
+        (BITS, True, False),
+        *((hook, None, True) for hook in (FLAT, aot_hooks.float8(), aot_hooks.float8(scaling="blockwise"))),
+    ],
+    ids=str,
+)
 def test_hooks_add_no_recompiles(hook: Hook, dynamic: bool | None, mark: bool) -> None:
     assert graphs(hook, dynamic, mark) == graphs(None, dynamic, mark)
 
