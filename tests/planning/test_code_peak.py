@@ -25,28 +25,33 @@ pytestmark = [
 def printed(script, *arguments):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])}
     command = [sys.executable, str(SUPPORT / script), *map(str, arguments)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=550)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 
 
+# The share of the launched kernels that a plan counts at least. "odd": one copy a layer, of a part of a projection, is
+# not counted.
+COUNTED_LEAST = {"blocks": 1.0, "tied": 1.0, "odd": 0.8, "masks": 1.0, "loss": 0.9, "rotary": 0.9}
+
+
 @pytest.mark.parametrize(
-    ("model", "shares", "counted_least"),
+    "models",
     [
-        ("blocks", [0.9, 0.75, 0.65, 0.6], 1.0),
-        ("tied", [1.0, 0.8], 1.0),
-        ("odd", [1.0, 0.8], 0.8),  # one copy a layer, of a part of a projection, is not counted
-        ("masks", [1.0, 0.7, 0.5], 1.0),
-        ("loss", [1.0, 0.85], 0.9),
-        ("rotary", [1.0, 0.8, 0.6], 0.9),
+        {"blocks": (0.75, 0.6), "tied": (0.8,)},
+        {"odd": (0.8,), "masks": (0.5,)},
+        {"loss": (0.85,), "rotary": (1.0, 0.6)},
     ],
+    ids=" ".join,
 )
-def test_the_code_holds_and_launches_what_was_planned(model, shares, counted_least):
-    rows = printed("code_peak.py", model, *shares)
-    assert [phase for _, phase, *_ in rows] == ["forward", "backward"] * len(shares)
-    for share, phase, of_code, planned, launched, counted in rows:
-        assert 0.99 * planned <= of_code <= 1.001 * planned, (share, phase)
-        assert counted_least * launched <= counted <= 1.25 * launched, (share, phase)
+def test_the_code_holds_and_launches_what_was_planned(models):
+    """Several models in one process: a start of torch and Triton takes as long as two budgets."""
+    rows = printed("code_peak.py", *(argument for model, shares in models.items() for argument in (model, *shares)))
+    asked = [(model, share) for model, shares in models.items() for share in shares]
+    assert [tuple(row[:3]) for row in rows] == [(*each, phase) for each in asked for phase in ("forward", "backward")]
+    for model, share, phase, of_code, planned, launched, counted in rows:
+        assert 0.99 * planned <= of_code <= 1.001 * planned, (model, share, phase)
+        assert COUNTED_LEAST[model] * launched <= counted <= 1.25 * launched, (model, share, phase)
 
 
 def test_what_is_computed_again_is_not_alive_beside_all_gradients():

@@ -5,13 +5,14 @@
     python tests/support/code_peak.py tied 1 0.8            tied weights
     python tests/support/code_peak.py loss 1 0.85           a loss over many words, with the logits as an output
     python tests/support/code_peak.py rotary 1 0.8          rotary embeddings; `masks`: dropout and ReLU
+    python tests/support/code_peak.py tied 1 loss 0.85      one model after the other
 
 A model is traced on the CPU. Its joint graph gets fake CUDA tensors before it is planned, so hooks, plan and Inductor's
 code are those for CUDA. The code's `call` then runs on fake tensors, with kernels that do nothing, and after each line
 the storages of its local variables are added up. Parameters and inputs count nothing, as in a plan.
 
-In a process of its own, see triton_code.py. Prints a list of [share, phase, bytes of the code, bytes of the plan,
-kernels that the code launches, kernels that a plan counts].
+In a process of its own, see triton_code.py. Prints a list of [model, share, phase, bytes of the code, bytes of the
+plan, kernels that the code launches, kernels that a plan counts].
 """
 
 from __future__ import annotations
@@ -287,14 +288,13 @@ def pretend_cuda() -> None:
     torch.ops.prims.inductor_lookup_seed.default.prim_meta_impl = seed  # rounds int4's codes at random
 
 
-def main(name: str, shares: list[float]) -> None:
+def rows_of(name: str, shares: list[float]) -> list[tuple[Any, ...]]:
     tied, tokens = name in ("tied", "loss"), 8 * 257 if name == "odd" else 8192
     whole: Any = {"tied": Tied, "loss": Loss}.get(name)
     model = (
         whole(512, 4096) if tied else nn.Sequential(*(LAYERS[name](512) for _ in range(8 if name == "masks" else 3)))
     )
     model, x = model.to(torch.bfloat16), torch.randn(tokens, 512, dtype=torch.bfloat16, requires_grad=True)
-    pretend_cuda()
     stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP).peak_bytes
     found = []
     with mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200):
@@ -309,9 +309,20 @@ def main(name: str, shares: list[float]) -> None:
                 planned = max(p.live_bytes for p in plan.live_after if p.phase == phase)
                 # the output, which the program holds
                 more = x.nbytes if phase == "backward" and not tied else 0
-                found.append((share, phase, peak_of(code) + more, planned, launches_of(code), launches))
-    print(json.dumps(found))
+                found.append((name, share, phase, peak_of(code) + more, planned, launches_of(code), launches))
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    asked: dict[str, list[float]] = {}
+    for argument in arguments:
+        if argument[0].isalpha():
+            shares = asked[argument] = []
+        else:
+            shares.append(float(argument))
+    pretend_cuda()
+    print(json.dumps([row for name, shares in asked.items() for row in rows_of(name, shares)]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], [float(share) for share in sys.argv[2:]])
+    main(sys.argv[1:])
