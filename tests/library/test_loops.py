@@ -70,6 +70,7 @@ def toy_library():
 
 
 @pytest.mark.core
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce_last", [None, "amax"])
 def test_an_operator_is_one_loop_over_its_first_argument(reduce_last, toy_library, monkeypatch):
     """Broadcasting, dtype and reduction, by a loop that Inductor's C++ can compile, as PTX can't be on a CPU."""

@@ -39,11 +39,9 @@ def freed_and_held(block: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, tup
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    "block", [pytest.param(8, marks=pytest.mark.slow), 64, pytest.param(1024, marks=pytest.mark.slow)]
-)
-def test_a_packed_input_frees_no_more_than_it_holds(block, monkeypatch):
-    sizes = freed_and_held(block, monkeypatch)
+@pytest.mark.slow
+def test_a_packed_input_frees_no_more_than_it_holds(monkeypatch):
+    sizes = freed_and_held(64, monkeypatch)
     assert len(sizes) >= 4
     assert all(freed <= held for freed, held in sizes.values()), sizes
     assert sum(held for _, held in sizes.values()) == sum(freed for freed, _ in sizes.values())

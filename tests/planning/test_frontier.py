@@ -112,6 +112,7 @@ class Widened(nn.Module):
 
 
 @pytest.mark.core
+@pytest.mark.slow
 def test_of_several_graphs_each_holds_the_least_between_forward_and_backward() -> None:
     model, x = nn.ModuleList(map(Widened, (128, 132, 136, 140))), torch.randn(256, 32)
 

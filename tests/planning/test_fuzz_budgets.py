@@ -32,6 +32,7 @@ def test_budgets_are_not_beaten(fuzz: ModuleType, seed: int, way: str) -> None:
     assert not row.wrong, row
 
 
+@pytest.mark.slow
 def test_the_least_of_graphs_is_whole_blocks_where_these_hold_less(fuzz: ModuleType) -> None:
     """Eight gated blocks that are compiled one by one: without whole blocks the least took 4.35 MiB, now 2.65."""
     program = fuzz.made(21)

@@ -279,6 +279,7 @@ def test_more_calls_are_planned_for_once(x, compiled_kinds, tmp_path):
     assert len(compiled_kinds) == 4
 
 
+@pytest.mark.slow
 def test_steps_that_change_again_and_again_are_a_warning_in_the_end(x, compiled_kinds):
     model = model_of(*[Block] * 12)
     expected = gradients(model, x)

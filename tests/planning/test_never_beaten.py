@@ -38,7 +38,7 @@ def nothing_found(step, limits, partitioned, tried):
     return Found(kept if kept.fits(limits) else None, kept)
 
 
-@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 3, 4, 5))])
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 3))])
 def test_a_budget_is_not_beaten_by_a_way_that_is_typed(seed):
     program = made(seed, small=True)
     way = random.Random(seed).choice(ways(sends=False))
@@ -48,7 +48,7 @@ def test_a_budget_is_not_beaten_by_a_way_that_is_typed(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 2, 4])
+@pytest.mark.parametrize("seed", [0, 4])
 def test_a_larger_budget_is_not_slower(seed):
     program = made(seed, small=True)
     stock = planned(program, aot_hooks.KEEP, inner="aten")
