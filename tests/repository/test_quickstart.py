@@ -13,6 +13,8 @@ import pytest
 from aot_hooks.graphs import speeds
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "quickstart.ipynb"
+# Most of the time is that of the plans of the large blocks. The test takes one of the three away.
+LARGE, FEWER = "blocks(3, width=4096", "blocks(2, width=4096"
 CELLS: list[dict[str, Any]] = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
 
 
@@ -27,7 +29,8 @@ def test_the_cells_run_and_show_that_it_pays(
     scope = vars(module)
     for number, cell in enumerate(CELLS):
         if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), f"quickstart.ipynb[{number}]", "exec"), scope)
+            source = "".join(cell["source"]).replace(LARGE, FEWER)
+            exec(compile(source, f"quickstart.ipynb[{number}]", "exec"), scope)
     printed = capsys.readouterr().out
     trained, stock, points = scope["trained"], scope["stock"], scope["frontier"].points
     assert trained.packed_bytes < 0.6 * trained.saved_bytes
@@ -41,4 +44,5 @@ def test_the_cells_run_and_show_that_it_pays(
 
 
 def test_it_has_no_outputs() -> None:
+    assert sum("".join(cell["source"]).count(LARGE) for cell in CELLS) == 1
     assert [cell for cell in CELLS if cell.get("outputs") or cell.get("execution_count")] == []
