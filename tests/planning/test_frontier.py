@@ -136,30 +136,25 @@ def test_of_what_saves_nothing():
         aot_hooks.frontier(lambda x: x + 1, torch.randn(4, 4, requires_grad=True), inner="aten")
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m aot_hooks ...`, as a process of its own: scripts run under global hooks of torch's modules."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    return subprocess.run([sys.executable, "-m", "aot_hooks", *arguments], env=env, capture_output=True, text=True)
-
-
 @pytest.mark.slow
-def test_of_a_script(tmp_path):
+def test_of_a_script(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    done = command("frontier", "--inner", "aten", "--max-error", "0", "--allow", "recompute", str(script))
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) >= 3, done.stderr
+    assert main(["frontier", "--inner", "aten", "--max-error", "0", "--allow", "recompute", str(script)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 3
     assert "peak MiB" in lines[0] and "keep 100%" in lines[-1]
 
 
 @pytest.mark.slow
-def test_a_report_under_a_budget(tmp_path):
+def test_a_report_under_a_budget(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    done = command("report", "--inner", "aten", "--budget", "0.8MiB", str(script))
-    assert done.returncode == 0 and "recompute" in done.stdout, done.stderr
-    done = command("report", "--inner", "aten", "--budget", "1KiB", str(script))
-    assert done.returncode == 1 and "expected a step under" in done.stderr and "Traceback" not in done.stderr
+    assert main(["report", "--inner", "aten", "--budget", "0.8MiB", str(script)]) == 0
+    assert "recompute" in capsys.readouterr().out
+    assert main(["report", "--inner", "aten", "--budget", "1KiB", str(script)]) == 1
+    error = capsys.readouterr().err
+    assert "expected a step under" in error and "Traceback" not in error
 
 
 def test_the_traceback_of_a_script_that_fails_is_shown(tmp_path, capsys):
