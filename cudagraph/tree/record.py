@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -187,9 +187,7 @@ def _capture(
         # autograd takes over a gradient that nobody else has. Nor where the graph may have written an output there.
         views = {i: copy for i, copy in staged.items() if piece.is_inference and i not in piece.reusable_inputs}
         passed_on = {copy.cdata: i for i, copy in views.items() if not copy.expired()}
-        outputs = _outputs(
-            function, pool, returned, inputs, plan.static, _KnownMemory(on_path, passed_on, capture.lent)
-        )
+        outputs = _Outputs(function, inputs, plan.static, on_path, passed_on, capture.lent).layout(returned, pool)
         for k, *_ in outputs.input_aliases:
             returned[k] = None  # frees the copy of an input; all other memory has to be in the checkpoint
         state = pool.checkpoint()
@@ -232,133 +230,108 @@ def _unowned(x: torch.Tensor) -> torch.Tensor:
     return tensor_on(torch_cuda.storage_at(storage.data_ptr(), x.device, storage.nbytes()), layout_of(x))
 
 
-class _KnownMemory(NamedTuple):
-    """Memory in which outputs of a capture may be.
+class _Outputs:
+    """Finds how a replay makes the outputs of a capture. Memory that the capture allocated or was lent gets slots.
 
-    Attributes:
+    Args:
+        static: positions of the inputs that are read where they are.
         on_path: slots of the path that are alive, by storage.
         passed_on: positions of copied inputs whose views are given out, by the storage of the copy.
         lent: addresses of host memory that was lent to the capture; see capture.py.
     """
 
-    on_path: dict[int, Slot]
-    passed_on: dict[int, int]
-    lent: set[int]
+    def __init__(
+        self,
+        function: Function,
+        inputs: list[Any],
+        static: list[int],
+        on_path: dict[int, Slot],
+        passed_on: dict[int, int],
+        lent: set[int],
+    ) -> None:
+        self.function, self.inputs, self.static = function, inputs, static
+        self.on_path, self.passed_on, self.lent = on_path, passed_on, lent
+        self.repeats: list[tuple[int, int]] = []  # tensors that were returned before, with the first position
+        self.input_aliases: list[tuple[int, int, int, Layout]] = []  # views of inputs: input, offset in bytes, layout
+        self.templated: dict[int, torch.Tensor] = {}  # all others
+        self.slots = dict(on_path)  # and the memory of `templated`, by storage
+        self.blocks: set[int] = set()  # addresses of copied inputs whose views are given out
 
-
-def _outputs(
-    function: Function,
-    pool: Pool,
-    returned: Sequence[Any],
-    inputs: list[Any],
-    static: list[int],
-    memory: _KnownMemory,
-) -> OutputLayout:
-    """How a replay makes the outputs that the function `returned`. Memory that the capture allocated or was lent gets
-    slots. Raises `CannotCapture` if other new memory of the pool is still allocated."""
-    by_tensor = {id(inputs[i]): i for i in static}
-    tensors = {k: x for k, x in enumerate(returned) if isinstance(x, torch.Tensor)}
-    same_inputs = [(k, by_tensor[id(x)]) for k, x in tensors.items() if id(x) in by_tensor]
-    others = {k: x for k, x in tensors.items() if id(x) not in by_tensor}
-    found = _sort_outputs(function, others, inputs, static, memory)
-    slots = _slots_of_pool(function, pool, found, memory.on_path)
-    templates = _templates(found.templated, slots)
-    saved = function.piece.saved_outputs
-    if saved is not None:  # an output that is returned twice has its template at the first position only
-        saved = (*saved, *(first for k, first in found.repeats if k in saved))
-    may_be_saved = [t.slot for t in templates if t.slot is not None and (saved is None or t.position in saved)]
-    return OutputLayout(
-        skeleton=[None if isinstance(x, torch.Tensor) else x for x in returned],
-        templates=templates,
-        same_inputs=same_inputs,
-        input_aliases=found.input_aliases,
-        repeats=found.repeats,
-        saved=list(dict.fromkeys(may_be_saved)),
-        live=tuple(dict.fromkeys(slots.values())),
-    )
-
-
-@dataclass
-class _SortedOutputs:
-    """Outputs by how a replay gives them out.
-
-    Attributes:
-        repeats: positions of tensors that were returned before, with the first position.
-        input_aliases: positions of views of inputs: input, offset in bytes, layout.
-        templated: all others, by position.
-        slots: memory of the path and of `templated`, by storage.
-        blocks: addresses of copied inputs whose views are given out.
-    """
-
-    repeats: list[tuple[int, int]] = field(default_factory=list)
-    input_aliases: list[tuple[int, int, int, Layout]] = field(default_factory=list)
-    templated: dict[int, torch.Tensor] = field(default_factory=dict)
-    slots: dict[int, Slot] = field(default_factory=dict)
-    blocks: set[int] = field(default_factory=set)
-
-
-def _sort_outputs(
-    function: Function,
-    tensors: dict[int, torch.Tensor],
-    inputs: list[Any],
-    static: list[int],
-    memory: _KnownMemory,
-) -> _SortedOutputs:
-    """Sorts the outputs `tensors`, which are no inputs themselves."""
-    passed_on = memory.passed_on
-    found = _SortedOutputs(slots=dict(memory.on_path))
-    by_input = {torch_cuda.identity(inputs[i].untyped_storage()): i for i in static} | passed_on
-    first_position: dict[int, int] = {}
-    for k, x in tensors.items():
-        reason = function.reason_against_output(k, x)
-        if reason is not None:
-            raise CannotCapture(reason)
-        storage = x.untyped_storage()
-        cdata = torch_cuda.identity(storage)
-        first = first_position.setdefault(id(x), k)
-        if first != k:
-            found.repeats.append((k, first))
-        elif cdata in by_input:
-            i = by_input[cdata]
-            found.input_aliases.append((k, i, x.data_ptr() - inputs[i].data_ptr(), layout_of(x)))
-            if cdata in passed_on:
-                found.blocks.add(storage.data_ptr())
-        else:
-            found.templated[k] = x
-            if cdata not in found.slots and storage.nbytes() and cdata not in function.constants and not x.is_meta:
-                on_host = storage.device != function.piece.device or storage.data_ptr() in memory.lent
-                slot = Slot(storage, function.origin(k), copies=function.copies_held, host=on_host)
-                found.slots[cdata] = slot
-    return found
-
-
-def _slots_of_pool(function: Function, pool: Pool, found: _SortedOutputs, on_path: dict[int, Slot]) -> dict[int, Slot]:
-    """The slots in the pool, on the path or on the host. Raises `CannotCapture` if other memory is allocated."""
-    allowed = found.blocks | {slot.address for slot in found.slots.values() if not slot.host}
-    if pool.live_blocks_are(allowed):
-        return found.slots
-    live = pool.live_blocks()
-    leaked = live - allowed
-    if leaked:
-        raise CannotCapture(
-            f"{function.name} keeps {len(leaked)} tensors that were made while it was captured and are no outputs"
+    def layout(self, returned: Sequence[Any], pool: Pool) -> OutputLayout:
+        """How a replay makes what the function `returned`. Raises `CannotCapture` if other new memory of the pool is
+        still allocated."""
+        by_tensor = {id(self.inputs[i]): i for i in self.static}
+        tensors = {k: x for k, x in enumerate(returned) if isinstance(x, torch.Tensor)}
+        self._sort({k: x for k, x in tensors.items() if id(x) not in by_tensor})
+        slots = self._slots_of(pool)
+        templates = self._templates(slots)
+        saved = self.function.piece.saved_outputs
+        if saved is not None:  # an output that is returned twice has its template at the first position only
+            saved = (*saved, *(first for k, first in self.repeats if k in saved))
+        may_be_saved = [t.slot for t in templates if t.slot is not None and (saved is None or t.position in saved)]
+        return OutputLayout(
+            skeleton=[None if isinstance(x, torch.Tensor) else x for x in returned],
+            templates=templates,
+            same_inputs=[(k, by_tensor[id(x)]) for k, x in tensors.items() if id(x) in by_tensor],
+            input_aliases=self.input_aliases,
+            repeats=self.repeats,
+            saved=list(dict.fromkeys(may_be_saved)),
+            live=tuple(dict.fromkeys(slots.values())),
         )
-    # The other outputs lie in memory from before the capture, such as a tensor that the graph owns.
-    return {cdata: slot for cdata, slot in found.slots.items() if cdata in on_path or slot.host or slot.address in live}
 
+    def _sort(self, tensors: dict[int, torch.Tensor]) -> None:
+        """Sort outputs that are no inputs themselves."""
+        function, inputs = self.function, self.inputs
+        by_input = {torch_cuda.identity(inputs[i].untyped_storage()): i for i in self.static} | self.passed_on
+        first_position: dict[int, int] = {}
+        for k, x in tensors.items():
+            reason = function.reason_against_output(k, x)
+            if reason is not None:
+                raise CannotCapture(reason)
+            storage = x.untyped_storage()
+            cdata = torch_cuda.identity(storage)
+            first = first_position.setdefault(id(x), k)
+            if first != k:
+                self.repeats.append((k, first))
+            elif cdata in by_input:
+                i = by_input[cdata]
+                self.input_aliases.append((k, i, x.data_ptr() - inputs[i].data_ptr(), layout_of(x)))
+                if cdata in self.passed_on:
+                    self.blocks.add(storage.data_ptr())
+            else:
+                self.templated[k] = x
+                if cdata not in self.slots and storage.nbytes() and cdata not in function.constants and not x.is_meta:
+                    on_host = storage.device != function.piece.device or storage.data_ptr() in self.lent
+                    slot = Slot(storage, function.origin(k), copies=function.copies_held, host=on_host)
+                    self.slots[cdata] = slot
 
-def _templates(templated: dict[int, torch.Tensor], slots: dict[int, Slot]) -> list[Template]:
-    """How each of these outputs is made; one that overlaps an earlier one of its storage names that as its base."""
-    templates: list[Template] = []
-    in_storage: dict[int, list[int]] = {}  # outputs so far, by the storage
-    for k, x in templated.items():
-        storage = x.untyped_storage()
-        slot = slots.get(torch_cuda.identity(storage))
-        earlier = in_storage.setdefault(torch_cuda.identity(storage), [])
-        base = next((i for i in earlier if _overlap(x, templated[i])), None)
-        earlier.append(k)
-        templates.append(Template(k, layout_of(x), slot, storage if slot is None else None, base))
-    return templates
+    def _slots_of(self, pool: Pool) -> dict[int, Slot]:
+        """The slots in the pool, on the path or on the host. Raises `CannotCapture` if other memory is allocated."""
+        allowed = self.blocks | {slot.address for slot in self.slots.values() if not slot.host}
+        if pool.live_blocks_are(allowed):
+            return self.slots
+        live = pool.live_blocks()
+        if leaked := live - allowed:
+            raise CannotCapture(
+                f"{self.function.name} keeps {len(leaked)} tensors that were made while it was captured and are no "
+                "outputs"
+            )
+        # The other outputs lie in memory from before the capture, such as a tensor that the graph owns.
+        known = self.slots.items()
+        return {cdata: slot for cdata, slot in known if cdata in self.on_path or slot.host or slot.address in live}
+
+    def _templates(self, slots: dict[int, Slot]) -> list[Template]:
+        """How each of these outputs is made; one that overlaps an earlier one of its storage has that as its base."""
+        templates: list[Template] = []
+        in_storage: dict[int, list[int]] = {}  # outputs so far, by the storage
+        for k, x in self.templated.items():
+            storage = x.untyped_storage()
+            slot = slots.get(torch_cuda.identity(storage))
+            earlier = in_storage.setdefault(torch_cuda.identity(storage), [])
+            base = next((i for i in earlier if _overlap(x, self.templated[i])), None)
+            earlier.append(k)
+            templates.append(Template(k, layout_of(x), slot, storage if slot is None else None, base))
+        return templates
 
 
 def _overlap(x: torch.Tensor, other: torch.Tensor) -> bool:
