@@ -126,22 +126,17 @@ def explain_with(
             backwards.append(bw)  # AOTAutograd may not compile it before a backward runs
             return fw, bw
 
-        def analyse(graph: GraphModule, word: str) -> None:
-            kind = compilation.kind(graph, word)
-            found.append(prepare_and_analyse(graph, kind, options, driver.device_type))
+        def compiling(*words: str) -> Callable[[GraphModule, Any], Boxed]:
+            def analyse(graph: GraphModule, _: Any) -> Boxed:
+                for word in words:
+                    of = backwards[-1] if word == "backward" else graph
+                    kind = compilation.kind(of, word)
+                    found.append(prepare_and_analyse(of, kind, options, driver.device_type))
+                return boxed(graph)
 
-        def forward(graph: GraphModule, _: Any) -> Boxed:
-            analyse(graph, "forward")
-            analyse(backwards[-1], "backward")
-            return boxed(graph)
+            return analyse
 
-        def inference(graph: GraphModule, _: Any) -> Boxed:
-            analyse(graph, "inference")
-            return boxed(graph)
-
-        def backward(graph: GraphModule, _: Any) -> Boxed:
-            return boxed(graph)
-
+        forward, backward, inference = compiling("forward", "backward"), compiling(), compiling("inference")
         return compilers.compile_aten(
             gm, inputs, forward=forward, backward=backward, inference=inference, partition=partitioned
         )
