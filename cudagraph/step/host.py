@@ -29,7 +29,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -40,19 +40,8 @@ from ..torch_private.distributed import is_dtensor, local_part
 from .numbers import Place, Traced
 from .users_code import globals_in, is_users, is_users_class
 
-PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
+OPTIONS_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), *OPTIONS_OF_TORCH)
 MISSING = object()
 SET_BY_THE_STEP = "what the step stores there"
 ALL = "[:]"  # of a list, in paths
@@ -72,12 +61,9 @@ class CannotCompare(CudaGraphError):
 Entry = tuple[Any, Any]  # a dict and a key, or a list and all of it as a slice
 
 
-class View(NamedTuple):
-    """Variables of a function and the like, which are no container of Python's."""
-
-    read: Callable[[], list[Any]]
-    write: Callable[[list[Any]], Any]
-    saved: list[Any]
+# Variables of a function and the like, which are no container of Python's: what reads them, what writes them, the
+# values of the snapshot.
+View = tuple[Callable[[], list[Any]], Callable[[list[Any]], Any], list[Any]]
 
 
 class HostState:
@@ -87,17 +73,9 @@ class HostState:
         roots: what was declared, by the name that messages give it.
         device_type: of the step's device.
         outputs: paths at which the step stores tensors: they are no dependency.
-        follows_schedulers: whether attributes of schedulers are compared, too.
     """
 
-    def __init__(
-        self,
-        roots: Mapping[str, Any],
-        device_type: str,
-        *,
-        outputs: Collection[str] = (),
-        follows_schedulers: bool = False,
-    ) -> None:
+    def __init__(self, roots: Mapping[str, Any], device_type: str, *, outputs: Collection[str] = ()) -> None:
         self.leaves: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.spread: dict[str, torch.Tensor] = {}  # `DTensor`s; their parts of this process are among `tensors`
@@ -105,9 +83,8 @@ class HostState:
         self.outputs: dict[str, Entry] = {}  # where the step stores tensors
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.schedulers: dict[str, Scheduler] = {}  # of learning rates; not followed
-        self.compiled = False  # whether a function or module was found that Dynamo compiles
         self.on_cpu: list[torch.Tensor] = []  # tensors on the CPU, if the step is on another device: versions count
-        self._device_type, self._outputs, self._follows_schedulers = device_type, outputs, follows_schedulers
+        self._device_type, self._outputs = device_type, outputs
         self._objects: list[Any] = []  # whose class is compared
         self._owners: list[Any] = []  # whose `__dict__` could be replaced
         self._dicts: list[dict[Any, Any]] = []
@@ -136,10 +113,6 @@ class HostState:
     def objects(self) -> list[Any]:
         """All objects that were found, except for plain values."""
         return [value for value, _ in self._seen.values()]
-
-    def of_schedulers(self) -> HostState:
-        """A snapshot of the schedulers that were found: a step that counts in them can't be replayed."""
-        return HostState(self.schedulers, self._device_type, follows_schedulers=True)
 
     def note_versions(self) -> None:
         """Note the versions of dicts and of tensors on the CPU. Call it when all values are those of the snapshot."""
@@ -261,12 +234,11 @@ class HostState:
         elif hasattr(type(value), "host_roots"):  # a whole step within this one
             roots = value.host_roots()
             self._later(path, ".{}", roots, roots.values(), depth)
-        elif isinstance(value, Scheduler) and not self._follows_schedulers:
+        elif isinstance(value, Scheduler):
             self.schedulers[path] = value
-        elif isinstance(value, (*DECLARED, Scheduler)):
+        elif isinstance(value, DECLARED):
             if isinstance(value, torch.optim.Optimizer):
                 self.optimizers[path] = value
-            self.compiled |= compilers.is_compiled_module(value)
             self._attributes(path, value, OBJECTS_DEEP if depth < ANY_DEPTH - OBJECTS_DEEP else depth)
             if isinstance(value, torch.jit.ScriptModule):  # its tensors are in no dict
                 names = [name for name, _ in (*value.named_parameters(), *value.named_buffers())]
@@ -351,13 +323,12 @@ class HostState:
     ) -> None:
         """Watch the values that `read` returns, and follow them."""
         if names:
-            self._views.append(View(read, write, read()))
-            self._later(path, ", {}", names, self._views[-1].saved, depth)
+            saved = read()
+            self._views.append((read, write, saved))
+            self._later(path, ", {}", names, saved, depth)
 
     def _function(self, path: str, function: types.FunctionType, depth: int) -> None:
-        inner, is_compiled = compilers.inside_wrapper(function)
-        self.compiled |= is_compiled
-        if inner is not None:
+        if (inner := compilers.inside_wrapper(function)) is not None:
             self._waiting.append((path, inner, depth))
             return
         code, space = function.__code__, function.__globals__
@@ -436,16 +407,13 @@ def _access(value: Any) -> Access | None:
     """Functions that return and set the state of a generator; None if `value` is none."""
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # that one has no state
         return value.getstate, value.setstate
-    numpy: Any = sys.modules.get("numpy.random")  # unless it is imported, nothing is of it
-    if numpy is None:
+    if (numpy := sys.modules.get("numpy.random")) is None:  # unless it is imported, nothing is of it
         return None
     if isinstance(value, numpy.RandomState):
         return value.get_state, value.set_state
-    if isinstance(value, numpy.Generator):
-        value = value.bit_generator
-    if isinstance(value, numpy.BitGenerator):
-        return (lambda: value.state), (lambda state: setattr(value, "state", state))
-    return None
+    value = value.bit_generator if isinstance(value, numpy.Generator) else value
+    is_one = isinstance(value, numpy.BitGenerator)
+    return ((lambda: value.state), (lambda state: setattr(value, "state", state))) if is_one else None
 
 
 class HostRandom:

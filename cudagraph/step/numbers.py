@@ -174,35 +174,18 @@ def _settled(op: Callable[..., Any]) -> Callable[..., Any]:
 
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-OF_ONE: dict[str, Callable[..., Any]] = {
-    "neg": operator.neg,
-    "pos": operator.pos,
-    "abs": abs,
-    "round": round,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "trunc": math.trunc,
-    "bool": bool,
-}
-CONVERSIONS: dict[str, Callable[..., Any]] = {
-    "float": float,
-    "int": int,
-    "index": operator.index,
-    "hash": hash,
-    "repr": repr,
-    "str": str,
-    "format": format,
-}
+OF_ONE: tuple[Any, ...] = (operator.neg, operator.pos, abs, round, math.floor, math.ceil, math.trunc, bool)
+CONVERSIONS: tuple[Any, ...] = (float, int, operator.index, hash, repr, str, format)
 for _cls in (Traced, _TracedFloat, _TracedInt):  # torch's own classes define these methods, too
     for _name in ARITHMETIC:
         setattr(_cls, f"__{_name}__", _binary(getattr(operator, _name)))
         setattr(_cls, f"__r{_name}__", _binary(getattr(operator, _name), swapped=True))
     for _name in COMPARISONS:
         setattr(_cls, f"__{_name}__", _binary(getattr(operator, _name)))
-    for _name, _op in OF_ONE.items():
-        setattr(_cls, f"__{_name}__", _unary(_op))
-    for _name, _op in CONVERSIONS.items():
-        setattr(_cls, f"__{_name}__", _settled(_op))
+    for _op in OF_ONE:
+        setattr(_cls, f"__{_op.__name__}__", _unary(_op))
+    for _op in CONVERSIONS:
+        setattr(_cls, f"__{_op.__name__}__", _settled(_op))
     for _name in ("is_integer", "as_integer_ratio", "hex", "bit_length", "conjugate"):
         setattr(_cls, _name, _settled(operator.methodcaller(_name)))
     setattr(_cls, "__deepcopy__", _settled(lambda value, _: value))  # noqa: B010
@@ -228,7 +211,6 @@ class Numbers:
         self.places = dict(places)
         self.device = device
         self._now = {path: place.get() for path, place in self.places.items()}
-        self._kinds = {path: type(value) for path, value in self._now.items()}
         self.conditions: dict[Hashable, Condition] = {}
         self.assigned: list[tuple[str, Callable[[], Any]]] = []  # paths to which the step assigns, and the new values
         self.for_torch = True
@@ -342,7 +324,7 @@ class Numbers:
         for path, place in self.places.items():
             value = place.get()
             if value is not self._now[path]:
-                if type(value) is not self._kinds[path]:
+                if type(value) is not type(self._now[path]):
                     is_other_kind = True
                 else:
                     changed.append(place)

@@ -10,7 +10,7 @@ A step that reads what the step before left there is not captured: a replay woul
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -29,28 +29,30 @@ class ChangesValue(CannotCapture):
         self.path = path
 
 
+class Unforeseen(CannotCapture):
+    """The step stores tensors at `outputs`, or changes numbers at `numbers`: another capture can allow for that."""
+
+    def __init__(self, outputs: Collection[str], numbers: Collection[str]) -> None:
+        super().__init__(f"stores {', '.join([*outputs, *numbers])}")
+        self.outputs, self.numbers = outputs, numbers
+
+
 def is_storable(value: Any) -> bool:
     """Whether a replay can store such a value: a tensor, or a container of tensors and plain values."""
-    leaves, _ = torch_cuda.flatten(value)
-    tensors = [x for x in leaves if type(x) is torch.Tensor and x.layout is torch.strided]
-    return bool(tensors) and all(isinstance(x, PLAIN) or type(x) is torch.Tensor for x in leaves)
+    tensors = [x for x in torch_cuda.flatten(value)[0] if type(x) is torch.Tensor and x.layout is torch.strided]
+    return bool(tensors) and not _others_in(value)
 
 
-def reason_against_storing(path: str, stored: Mapping[str, Any]) -> str | None:
-    """Why a replay can't store what is at `path`: it is in one of the values `stored`, beside something else than
-    tensors and plain values. None if that is not why."""
-    for name, value in stored.items():
-        is_inside = path.startswith(tuple(f"{name}{end}" for end in "[.,"))
-        if is_inside and torch_cuda.tensors_among(value):
-            leaves, _ = torch_cuda.flatten(value)
-            others = [type(x).__name__ for x in leaves if not isinstance(x, PLAIN) and type(x) is not torch.Tensor]
-            if others:
-                kind = type(value).__name__
-                return (
-                    f"stores a {kind} in {name} that holds more than tensors, numbers and texts ({others[0]}), which a "
-                    "replay would not; return it instead"
-                )
-    return None
+def _others_in(value: Any) -> list[Any]:
+    return [x for x in torch_cuda.flatten(value)[0] if not isinstance(x, PLAIN) and type(x) is not torch.Tensor]
+
+
+def refuse_to_store(path: str, value: Any) -> None:
+    """Raise if `value`, which the step has stored at `path`, has tensors beside something else that is not plain."""
+    if torch_cuda.tensors_among(value) and (others := _others_in(value)):
+        what = f"that holds more than tensors, numbers and texts ({type(others[0]).__name__})"
+        kind = type(value).__name__
+        raise ChangesValue(path, f"stores a {kind} in {path} {what}, which a replay would not; return it instead")
 
 
 class Outputs:

@@ -27,14 +27,15 @@ break a capture of another thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,31 +43,17 @@ import torch.distributed as dist
 from ..errors import RanksError
 from ..torch_private import distributed as torch_distributed
 from ..tree.node import Cursor
+from .host import CannotCompare, HostState
+from .states import Came, FailedCapture, How, Way
 
 log = logging.getLogger("cudagraph")
 
 WORDS, BITS = 4, 62  # numbers that the ranks exchange beside the flags, and recordings in each
 MOST_RECORDINGS = WORDS * BITS
-COULD_RECORD, NOT_REFUSED, RENEWS = 1, 2, 4  # flags
+CAN_RECORD, NOT_REFUSED, RENEWS = 1, 2, 4  # flags
 # Seconds that a rank waits for signs of life of others after an exchange failed: a store answers in milliseconds.
 SIGNS_OF_LIFE_S = 3.0
 LOOKS = 8  # of the watchdog at the clock, within the time limit
-
-
-class Common(NamedTuple):
-    """What all ranks know after an exchange.
-
-    Attributes:
-        numbers: of recordings that apply on all ranks, in order.
-        could_record: whether all ranks could record.
-        is_refused: whether a rank has refused the step.
-        renew: whether all ranks have reducers to make anew before this call.
-    """
-
-    numbers: list[int]
-    could_record: bool
-    is_refused: bool
-    renew: bool
 
 
 class Ranks:
@@ -82,7 +69,7 @@ class Ranks:
         self._groups, self._name, self._calls = groups, name, 0
         self._limit = torch_distributed.timeout_of_default_group()
         self._watchdog: Watchdog | None = None
-        self.recordings = 0  # how many the ranks have made together
+        self._recordings = 0  # how many the ranks have made together
         try:
             self._group = dist.new_group(
                 self._members,
@@ -93,18 +80,73 @@ class Ranks:
         except RuntimeError as error:
             raise self._error(error) from error
 
-    def shared(
-        self, applying: Collection[int], *, could_record: bool, is_refused: bool = False, renews: bool = False
-    ) -> Common:
-        """Exchange what each rank could do; see `Common`."""
+    def common_way(
+        self,
+        way: Way,
+        applying: Callable[..., dict[int, Any]],
+        take_snapshot: Callable[[], HostState],
+        *,
+        refused: str,
+        renews: bool,
+    ) -> tuple[Way, bool]:
+        """The way that all ranks go, and whether all of them have reducers to make anew before it.
+
+        Args:
+            way: how this rank would run the call.
+            applying: the recordings that it could replay, by number; called again with a snapshot of the host values.
+            take_snapshot: makes that one.
+            refused: why it has refused the step; "" if it has not.
+            renews: whether it has reducers to make anew.
+        """
         self._calls += 1
-        flags = COULD_RECORD * could_record + NOT_REFUSED * (not is_refused) + RENEWS * renews
+        by_number = applying()
+        can_record = way.is_graph and self._recordings < MOST_RECORDINGS
+        flags = CAN_RECORD * can_record | NOT_REFUSED * (not refused) | RENEWS * renews
+        flags, numbers = self._shared(by_number, flags)
+        if not flags & NOT_REFUSED:
+            rank, reason = self._first(refused or None)
+            return Way(How.REFUSE, refused or f"on rank {rank}, {reason}", on_all_ranks=True), False
+        host = way.host
+        if flags & CAN_RECORD and not numbers:  # look once more, at what takes a snapshot of the host values
+            with contextlib.suppress(CannotCompare):  # the others wait in the exchange; the next call says why
+                host = host or take_snapshot()
+            by_number = {} if host is None else applying(host)
+            further, numbers = self._shared(by_number, CAN_RECORD * (host is not None))
+            flags &= further | ~CAN_RECORD
+        if numbers:
+            way = Way(How.REPLAY, recording=by_number[numbers[0]])
+        elif host is not None and flags & CAN_RECORD:
+            way = Way(How.RECORD, host=host)
+        elif way.is_graph:
+            way = Way(How.AS_IT_IS)
+        return way, bool(flags & RENEWS)
+
+    def common_outcome(self, made: Any) -> Any:
+        """What has become of a capture on all ranks: the recording `made`, if all have one; or the failure of the first
+        rank that can't allow for what its capture has found."""
+        mine = made if isinstance(made, FailedCapture) else None
+        failures = [(rank, each) for rank, each in self._gathered(mine) if each is not None]
+        if not failures:
+            made.number, self._recordings = self._recordings, self._recordings + 1
+            return made
+        if mine is None:
+            made.close()
+        rank, first = next((pair for pair in failures if pair[1].came is not Came.MORE_FOUND), failures[0])
+        has_failed = mine is not None and mine.came is not Came.MORE_FOUND
+        return first if has_failed else first._replace(reason=f"on rank {rank}, {first.reason}")
+
+    def _shared(self, applying: Collection[int], flags: int) -> tuple[int, list[int]]:
+        """Exchange what each rank could do: the flags that all ranks set, and the recordings that apply on all."""
         words = [flags, *[0] * WORDS]
         for number in applying:
             words[1 + number // BITS] |= 1 << number % BITS
-        flags, *words = self._reduced(words, dist.ReduceOp.BAND)
-        numbers = [i * BITS + bit for i, word in enumerate(words) for bit in range(BITS) if word >> bit & 1]
-        return Common(numbers, bool(flags & COULD_RECORD), not flags & NOT_REFUSED, bool(flags & RENEWS))
+        shared = torch.tensor(words, device="cpu")
+        try:
+            dist.all_reduce(shared, dist.ReduceOp.BAND, group=self._group)
+        except RuntimeError as error:
+            raise self._error(error) from error
+        flags, *words = shared.tolist()
+        return flags, [i * BITS + bit for i, word in enumerate(words) for bit in range(BITS) if word >> bit & 1]
 
     def launched(self, cursor: Cursor) -> None:
         """Note that this call has launched its work on the current stream."""
@@ -119,26 +161,18 @@ class Ranks:
         raise_in(thread, error)  # which runs no Python code as long as it waits for the device
         torch_distributed.abort(self._groups)
 
-    def highest(self, value: int) -> int:
-        """The highest `value` of all ranks."""
-        return self._reduced([value], dist.ReduceOp.MAX)[0]
-
-    def first(self, value: Any) -> tuple[int, Any]:
-        """The first rank whose `value` is not None, and that value."""
+    def _gathered(self, value: Any) -> list[tuple[int, Any]]:
+        """The `value` of each rank."""
         values: list[Any] = [None] * len(self._members)
         try:
             dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as error:
             raise self._error(error) from error
-        return next((rank, each) for rank, each in zip(self._members, values, strict=True) if each is not None)
+        return [*zip(self._members, values, strict=True)]
 
-    def _reduced(self, words: Sequence[int], op: Any) -> list[int]:
-        numbers = torch.tensor(words, device="cpu")
-        try:
-            dist.all_reduce(numbers, op, group=self._group)
-        except RuntimeError as error:
-            raise self._error(error) from error
-        return numbers.tolist()
+    def _first(self, value: Any) -> tuple[int, Any]:
+        """The first rank whose `value` is not None, and that value."""
+        return next((rank, each) for rank, each in self._gathered(value) if each is not None)
 
     def _error(self, error: Exception) -> RanksError:
         """What to raise if an exchange failed. Ranks that live all come here, and leave a sign in the store."""

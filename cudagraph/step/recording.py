@@ -9,38 +9,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import counters
 from ..torch_private import cuda as torch_cuda
-from ..torch_private.distributed import (
-    forget_events,
-    forget_failed_step,
-    gathered_storages,
-    local_part,
-    reason_against_replica,
-    replicas_in,
-    uncounted_backend,
-    unreduced_gradients,
-    unsharded_parameters,
-)
+from ..torch_private import distributed as torch_distributed
 from ..tree.capture import CannotCapture, Capture, Owner, under_way
 from ..tree.dispatch import as_they_are
-from ..tree.node import Cursor
 from ..tree.record import Snapshot
 from ..tree.tree import one_capture
 from .accumulators import is_referenced, renew_for_capture, why_referenced, why_shared
-from .gradients import Gradients, LastGradients
+from .gradients import Gradients
 from .host import ALL, HostRandom, HostState
 from .inputs import Inputs, StepCall
 from .numbers import Numbers, Place, Traced, replaced
-from .outputs import ChangesValue, Outputs, is_storable, reason_against_storing
+from .outputs import ChangesValue, Outputs, Unforeseen, is_storable, refuse_to_store
+from .recordings import Recordings
 from .users_code import asks_for_types
 from .watch import OperatorWatch
 
@@ -59,54 +48,51 @@ def settings() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-class Unforeseen(CannotCapture):
-    """The step stores tensors at `outputs`, or changes numbers at `numbers`: another capture can allow for that."""
-
-    def __init__(self, outputs: Collection[str], numbers: Collection[str]) -> None:
-        super().__init__(f"stores {', '.join([*outputs, *numbers])}")
-        self.outputs, self.numbers = outputs, numbers
-
-
 @contextlib.contextmanager
-def noting_reads(schedulers: Mapping[str, Any], read: list[str]) -> Iterator[None]:
-    """A context in which a path is put into `read` when code calls `get_last_lr()` of its scheduler."""
+def refusing_schedules(schedulers: Mapping[str, Any]) -> Iterator[None]:
+    """A context in which code raises that calls `step()` or `get_last_lr()` of a scheduler: a replay would call
+    neither. By paths."""
 
-    def get_last_lr(path: str, of: Callable[[], Any]) -> Any:
-        read.append(path)
-        return of()
+    def step(path: str, *_: Any, **__: Any) -> Any:
+        name = f"{path}.last_epoch"
+        raise ChangesValue(name, f"changes {name} each time, which a replay would not; call {path}.step() after it")
+
+    def get_last_lr(path: str) -> Any:
+        raise CannotCapture(f"reads {path}.get_last_lr(), which a replay would not; give it as an input")
 
     with contextlib.ExitStack() as stack:
         for path, scheduler in schedulers.items():
-            noted = functools.partial(get_last_lr, path, scheduler.get_last_lr)
-            stack.enter_context(replaced(scheduler, "get_last_lr", noted))
+            for method in (step, get_last_lr):
+                refusing = functools.partial(method, path)
+                stack.enter_context(replaced(scheduler, method.__name__, refusing))
         yield
 
 
-@dataclass(eq=False)
+_orders = itertools.count()  # of recordings: which of two was made later
+
+
 class StepRecording:
-    """A captured step."""
+    """A captured step, which `made` has captured.
 
-    key: tuple[Any, ...]  # see `StepCall`
-    host: HostState
-    numbers: Numbers  # of the host, which the graph reads on the device
-    outputs: Outputs  # tensors that the step stores
-    inputs: Inputs
-    gradients: Gradients
-    tensors: list[torch.Tensor]  # those that the graph may read where they are
-    written: list[torch.Tensor]  # those of `tensors` that the graph writes to
-    results: list[Any]  # what the step returns, flat: tensors of the graph and other values
-    result_spec: Any  # what `torch_cuda.unflatten` needs to make the result of them
-    update: Callable[[], None] | None  # runs after each launch, outside of the graph
-    graph: Any
-    cursor: Cursor
-    pool: Any
-    blocks: set[int]  # addresses in `pool` that are in use between replays
-    gradients_in_use: set[StorageWeakRef]  # of other recordings during the capture: no replay writes there
-    talks: bool  # whether it has collectives, as far as operators were watched
-    owner: Owner  # lives as long as the recording; see tree/capture.py
+    Args:
+        written: those of the tensors of the host that the graph writes to.
+        update: runs after each launch, outside of the graph.
+    """
 
-    def __post_init__(self) -> None:
-        self.launch = self.cursor.driver.launcher(self.graph)
+    def __init__(self, made: _Attempt, written: list[torch.Tensor], update: Callable[[], None] | None) -> None:
+        self.key = made.call.key  # see `StepCall`
+        self.host = made.host
+        self.numbers = made.numbers  # of the host, which the graph reads on the device
+        self.outputs = made.outputs  # tensors that the step stores
+        self.inputs, self.gradients = made.inputs, made.gradients
+        self.tensors = [*made.tensors, *made.gradients.static]  # those that the graph may read where they are
+        self.blocks, self.written, self.update = made.blocks, written, update
+        self.results, self.result_spec = made.results, made.result_spec  # of the graph; flat, as for `unflatten`
+        self.cursor, self.pool = made.cursor, made.pool
+        self.graph, self.launch = made.graph, made.cursor.driver.launcher(made.graph)
+        self.order = next(_orders)
+        self.talks = made.watch.talks  # whether it has collectives, as far as operators were watched
+        self.owner = made.owner  # lives as long as the recording; see tree/capture.py
         self.replays = 0
         self.number = -1  # among the recordings that ranks have made together
         self._addresses = [x.data_ptr() for x in self.tensors]
@@ -156,6 +142,7 @@ class StepRecording:
     def replay(self, flat: Sequence[Any]) -> Any:
         """Run the step on the inputs `flat`, after `applies`. What it returns is in memory of its own."""
         self.cursor.follow_stream()
+        self.gradients.drop(self.cursor.driver)
         self.inputs.copy(flat)
         if self.numbers:
             self.numbers.fill()
@@ -186,13 +173,13 @@ def parallel(host: HostState) -> str | None:
         names = {cls.__name__ for cls in type(value).__mro__} & PARALLEL
         if names:
             return f"the model is a {names.pop()}, and what processes send each other is not captured"
-    replicas = replicas_in(host.objects())
+    replicas = torch_distributed.replicas_in(host.objects())
     for replica in replicas:
-        if reason := reason_against_replica(replica):
+        if reason := torch_distributed.reason_against_replica(replica):
             return f"its DistributedDataParallel can't be captured: {reason}"
     if (reason := reason_against_new_reducers(replicas)) is not None:
         return reason
-    if (backend := uncounted_backend()) is not None:
+    if (backend := torch_distributed.uncounted_backend()) is not None:
         return f"the backend {backend!r} of a group of processes does not count collectives: does the step have any?"
     return None
 
@@ -229,54 +216,42 @@ def make_capturable(host: HostState, device: torch.device) -> bool:
 def parameters_of(host: HostState) -> list[torch.Tensor]:
     """The tensors that may have a gradient."""
     every = (*host.tensors.values(), *host.spread.values())
-    return [x for x in every if x.is_leaf and (x.requires_grad or _may_have_gradient(x))]
+    return [
+        x for x in every if x.is_leaf and (x.requires_grad or isinstance(x, torch.nn.Parameter) or x.grad is not None)
+    ]
 
 
 def leaves_of(host: HostState) -> dict[str, torch.Tensor]:
     """The leaves to which a backward of the step may add gradients, by their paths."""
-    every = {**host.tensors, **host.spread, **unsharded_parameters(host.objects())}
+    every = {**host.tensors, **host.spread, **torch_distributed.unsharded_parameters(host.objects())}
     return {path: x for path, x in every.items() if x.is_leaf and x.requires_grad}
 
 
-def _may_have_gradient(x: torch.Tensor) -> bool:
-    return isinstance(x, torch.nn.Parameter) or x.grad is not None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CaptureRequest:
-    """What `record_step` is asked to capture, and what it has to know of the other recordings of the step."""
-
-    pool: Any
-    cursor: Cursor
-    run: Callable[..., Any]  # the step, or its forward and backward
-    update: Callable[[], None] | None  # runs after each replay, outside of the graph
-    call: StepCall  # whose arguments `run` gets
-    take_snapshot: Callable[[], HostState]
-    host: HostState  # the snapshot of now
-    number_paths: Collection[str]  # of numbers that the graph reads on the device, if it can
-    blocks_of_others: set[int]  # addresses in the pool that other recordings keep
-    gradients_in_use: set[StorageWeakRef]  # of other recordings, whose memory is among `blocks_of_others`
-    last_gradients: LastGradients  # see `Gradients`
-    reads_gradients: bool  # see `Gradients`
-    calls_compiled: bool  # whether the step has called a function that Dynamo compiles
-
-
-def record_step(request: CaptureRequest) -> StepRecording:
+def record_step(
+    step: Recordings, call: StepCall, host: HostState, run: Callable[..., Any], update: Callable[[], None] | None
+) -> StepRecording:
     """Capture a step. Whether that succeeds or not, all is as before.
 
     Raises `CannotCapture` with a reason against the capture, or the capture's own error; `Unforeseen`, if it would
     succeed with other numbers or outputs.
+
+    Args:
+        step: whose recordings keep their memory.
+        call: whose arguments `run` gets.
+        host: the snapshot of now.
+        run: the step, or its forward and backward.
+        update: runs after each replay, outside of the graph.
     """
-    for path, x in request.host.tensors.items():
+    for path, x in host.tensors.items():
         if x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter):
             raise CannotCapture(f"{path} is a {type(x).__name__} of layout {x.layout}")
-    attempt = _Attempt(request)
+    attempt = _Attempt(step, call, host)
     try:
-        attempt.capture()
+        attempt.capture(run)
         attempt.check_side_effects()
         attempt.check_host()
-        blocks = attempt.find_blocks()
-        return attempt.recording(blocks)
+        attempt.find_blocks()
+        return attempt.recording(update)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
         attempt.undo()
@@ -289,21 +264,24 @@ class _Attempt:
     inputs: Inputs
     watch: OperatorWatch
 
-    def __init__(self, request: CaptureRequest) -> None:
+    def __init__(self, step: Recordings, call: StepCall, host: HostState) -> None:
         """Note all that `undo` puts back. Nothing is changed yet, so an error needs no `undo`."""
-        self.request, self.host, self.device = request, request.host, request.cursor.device
-        host, device = self.host, self.device
+        assert step.cursor is not None
+        self.step, self.call, self.host, self.cursor = step, call, host, step.cursor
+        self.pool, self.device = step.opened_pool(), self.cursor.device
+        self.blocks_of_others = step.blocks_in_use()
+        self.blocks: set[int] = set()  # addresses in the pool that the recording needs between replays
+        device = self.device
         self.tensors = [*host.tensors.values()]
         generators = [x for x in host.objects() if isinstance(x, torch.Generator) and x.device == device]
         self.snapshot = Snapshot(self.tensors, generators)
         self.versions = [None if x.is_inference() else x._version for x in self.tensors]
         self.on_cpu = [(x, x._version, x.detach().clone()) for x in host.on_cpu]
         self.random_states = [torch.get_rng_state()]
-        self.random_numbers, self.schedulers = HostRandom(host.objects()), host.of_schedulers()
-        self.rates_read: list[str] = []  # paths of schedulers whose `get_last_lr()` the step calls
+        self.random_numbers = HostRandom(host.objects())
         # Under a dispatch mode Dynamo gives compiled code up, and a function mode makes it compile anew.
-        self.is_watched = not host.compiled and not request.calls_compiled
-        paths = request.number_paths
+        self.is_watched = not step.calls_compiled
+        paths = () if step.state.by_number else step.numbers
         in_optimizers_only = bool(paths) and (not self.is_watched or asks_for_types(host.objects()))
         self.numbers = Numbers(places_of(host, paths, in_optimizers_only=in_optimizers_only), device)
         self.outputs = Outputs(host.outputs)
@@ -311,46 +289,42 @@ class _Attempt:
         self.graph: Any = None
         self.results: list[Any] = []  # what the step returns, flat
         self.result_spec: Any = None
-        self.unreduced = unreduced_gradients(host.objects())
-        self.replicas = replicas_in(host.objects())
+        self.unreduced = torch_distributed.unreduced_gradients(host.objects())
+        self.replicas = torch_distributed.replicas_in(host.objects())
         in_buckets = [x for model in self.replicas if model.gradient_as_bucket_view for x in model.parameters()]
-        self.gradients = Gradients(
-            parameters_of(host), request.last_gradients, reads=request.reads_gradients, in_buckets=in_buckets
-        )
+        self.gradients = Gradients(parameters_of(host), reads=step.reads_gradients, in_buckets=in_buckets)
 
-    def capture(self) -> None:
+    def capture(self, run: Callable[..., Any]) -> None:
         """Capture the step. It runs on the host only, so no tensor has other values after it."""
-        host, pool = self.host, self.request.pool
-        self.inputs = Inputs(pool, self.request.call.flat, self.device)
-        known = [*self.tensors, *map(local_part, self.gradients.before), *self.numbers.tensors]
+        host = self.host
+        self.inputs = Inputs(self.pool, self.call.flat, self.device)
+        known = [*self.tensors, *map(torch_distributed.local_part, self.gradients.before), *self.numbers.tensors]
         self.watch = OperatorWatch(self.device, self.inputs.by_storage(), known, has_reducers=bool(self.replicas))
-        self.watch.known.update(map(torch_cuda.identity, gathered_storages(host.objects())))
+        self.watch.known.update(map(torch_cuda.identity, torch_distributed.gathered_storages(host.objects())))
         self.outputs.cover()
-        forget_events(host.objects())  # the pool waits for the device before a capture
+        torch_distributed.forget_events(host.objects())  # the pool waits for the device before a capture
         renew_for_capture(leaves_of(host), host.objects())
         with one_capture(), under_way(Capture(self.owner, ())):
-            self.graph, (self.results, self.result_spec) = pool.capture(self._run, self.snapshot.generators)
-        forget_events(host.objects())
+            self.graph, (self.results, self.result_spec) = self.pool.capture(
+                functools.partial(self._run, run), self.snapshot.generators
+            )
+        torch_distributed.forget_events(host.objects())
 
-    def _run(self) -> Any:
+    def _run(self, run: Callable[..., Any]) -> Any:
         """Run the step, in the capture. Returns its result, flat."""
         host = self.host
-        call = self.request.call
-        args, kwargs = call.arguments(self.inputs.arguments(call.flat))
+        args, kwargs = self.call.arguments(self.inputs.arguments(self.call.flat))
         in_place = self.numbers.in_place([*host.optimizers.values()], everywhere=self.is_watched)
         watched = torch_cuda.dispatching(self.watch.operator) if self.is_watched else contextlib.nullcontext()
-        with watched, noting_reads(host.schedulers, self.rates_read), as_they_are(), in_place:
-            result = self.request.run(*args, **kwargs)
+        with watched, refusing_schedules(host.schedulers), as_they_are(), in_place:
+            result = run(*args, **kwargs)
         self.random_states.append(torch.get_rng_state())  # before the capture puts it back
         return torch_cuda.flatten(result)
 
     def check_side_effects(self) -> None:
-        """Raise if the step did what no graph does again: random numbers of the host, rates read, sums not reduced."""
+        """Raise if the step did what no graph does again: random numbers of the host, sums not reduced."""
         if self.random_numbers.changed() or not torch.equal(*self.random_states):
             raise CannotCapture("draws random numbers on the host")
-        if self.rates_read:
-            rate = self.rates_read[0]
-            raise CannotCapture(f"reads {rate}.get_last_lr(), which a replay would not; give it as an input")
         self.outputs.collect({torch_cuda.storage_key(x) for x in self.tensors})
         self.outputs.uncover()
         if any(getattr(owner, name) is not old for owner, name, old in self.unreduced):
@@ -359,7 +333,7 @@ class _Attempt:
     def check_host(self) -> None:
         """Raise if host values, the memory of tensors or an input have changed, which a replay would not change."""
         host = self.host
-        _check_stored(host, self.request.take_snapshot(), self.schedulers, self.numbers)
+        _check_stored(host, self.step._host(), self.numbers)
         host.restore()  # the step may have put equal containers in the place of the old ones
         host.note_versions()
         rebound = {id(x) for x in self.snapshot.rebound()}
@@ -369,10 +343,10 @@ class _Attempt:
         if (written_input := self.inputs.written()) is not None:
             raise CannotCapture(f"writes to input {written_input}, which is the caller's own memory")
 
-    def find_blocks(self) -> set[int]:
-        """The addresses in the pool that the recording needs between replays. Raise if the step keeps others: nobody
-        would know when such a block is free."""
-        pool, others = self.request.pool, self.request.blocks_of_others
+    def find_blocks(self) -> None:
+        """Find the blocks that the recording needs. Raise if the step keeps others: nobody would know when such a block
+        is free."""
+        pool, others = self.pool, self.blocks_of_others
         self.gradients.classify(self.device)
         made = [x for x in self.results if isinstance(x, torch.Tensor)]
         for x in made:
@@ -382,30 +356,26 @@ class _Attempt:
             *(x.untyped_storage() for x in (*self.inputs.staged, *made, *self.outputs.tensors)),
             *(s.storage for s in self.gradients.slots.values()),
         ]
+        if not self.gradients.slots.keys().isdisjoint(map(torch_cuda.storage_key, (*made, *self.outputs.tensors))):
+            raise CannotCapture("returns or stores its gradients, which replays overwrite; use clones of them")
         own = {torch_cuda.storage_key(x) for x in self.tensors}
-        blocks = {s.data_ptr() for s in storages if s.nbytes() and torch_cuda.identity(s) not in own}
+        self.blocks = {s.data_ptr() for s in storages if s.nbytes() and torch_cuda.identity(s) not in own}
         self.gradients.finish()
-        if not pool.live_blocks_are(blocks | others):
+        if not pool.live_blocks_are(self.blocks | others):
             gc.collect()
-            leaked = pool.live_blocks() - blocks - others
+            leaked = pool.live_blocks() - self.blocks - others
             if leaked:
                 raise CannotCapture(f"keeps {len(leaked)} tensors that it made, in a place that is not known")
-        return blocks
 
-    def recording(self, blocks: set[int]) -> StepRecording:
-        """The recording, which keeps `blocks`. Raise if an input is in memory that the step writes to."""
-        request = self.request
+    def recording(self, update: Callable[[], None] | None) -> StepRecording:
+        """The recording. Raise if an input is in memory that the step writes to."""
         written = [
             x
             for x, version in zip(self.tensors, self.versions, strict=True)
             if version is not None and (x._version != version or torch_cuda.storage_key(x) in self.watch.written)
         ]
-        recording = StepRecording(
-            request.call.key, self.host, self.numbers, self.outputs, self.inputs, self.gradients,
-            [*self.tensors, *self.gradients.static], written, self.results, self.result_spec, request.update,
-            self.graph, request.cursor, request.pool, blocks, request.gradients_in_use, self.watch.talks, self.owner,
-        )  # fmt: skip
-        if (aliased := recording.aliased(request.call.flat)) is not None:
+        recording = StepRecording(self, written, update)
+        if (aliased := recording.aliased(self.call.flat)) is not None:
             raise CannotCapture(f"writes to the memory of input {aliased}; give it a copy")
         return recording
 
@@ -419,10 +389,9 @@ class _Attempt:
             stack.callback(_restore_numbers, self.on_cpu)
             stack.callback(self.snapshot.restore)
             stack.callback(self.host.note_versions)
-            stack.callback(self.schedulers.restore)
             stack.callback(self.host.restore)
-            stack.callback(forget_events, objects)
-            stack.callback(forget_failed_step, objects, self.unreduced)
+            stack.callback(torch_distributed.forget_events, objects)
+            stack.callback(torch_distributed.forget_failed_step, objects, self.unreduced)
             stack.callback(self.outputs.uncover)
             if self.graph is not None:
                 stack.callback(self.graph.reset)
@@ -445,7 +414,7 @@ def places_of(host: HostState, paths: Collection[str], *, in_optimizers_only: bo
     }
 
 
-def _check_stored(host: HostState, now: HostState, schedulers: HostState, numbers: Numbers) -> None:
+def _check_stored(host: HostState, now: HostState, numbers: Numbers) -> None:
     """Raise if the captured step has changed host values that a replay would not: `Unforeseen`, if another capture can
     allow for them."""
     changed = host.differences(now)
@@ -454,13 +423,12 @@ def _check_stored(host: HostState, now: HostState, schedulers: HostState, number
     counted = [path for path in changed if path in host.places.keys() - numbers.places.keys()]
     inside = tuple(f"{path.removesuffix(ALL)}{end}" for path in outputs for end in "[.,")
     others = {
-        path: how
-        for path, how in {**changed, **schedulers.differences(now.of_schedulers())}.items()
-        if path not in {*counted, *outputs} and not path.startswith(inside)
+        path: how for path, how in changed.items() if path not in {*counted, *outputs} and not path.startswith(inside)
     }
     for path, how in others.items():
-        if (reason := reason_against_storing(path, stored)) is not None:
-            raise ChangesValue(path, reason)
+        for name in stored:
+            if path.startswith(tuple(f"{name}{end}" for end in "[.,")):
+                refuse_to_store(name, stored[name])
         way_out = "return it instead of keeping it there" if path in now.tensors else "change it outside of the step"
         raise ChangesValue(path, f"changes {path} each time, which a replay would not: {how}; {way_out}")
     if changed:

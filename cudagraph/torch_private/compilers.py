@@ -36,8 +36,7 @@ PROTOCOLS = {
     "finding the code that Dynamo compiles": {
         "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
         "torch._dynamo.eval_frame._TorchDynamoContext": "_torchdynamo_orig_callable",
-        "torch._dynamo.eval_frame.DisableContext": "_torchdynamo_orig_callable _torchdynamo_disable",
-        "torch.nn.Module": "_compiled_call_impl",
+        "torch._dynamo.eval_frame.DisableContext": "_torchdynamo_orig_callable",
     },
     "telling parameters and aliases of a graph": {
         "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": "static_input_indices input_info num_forward "
@@ -154,15 +153,9 @@ def uncompiled(fn: Any) -> Any:
     return getattr(fn, "_orig_mod" if isinstance(fn, torch.nn.Module) else "_torchdynamo_orig_callable", fn)
 
 
-def is_compiled_module(module: Any) -> bool:
-    """Whether Dynamo compiles calls of `module`: after `torch.compile(module)`, or `module.compile()`."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-
-
-def inside_wrapper(function: Any) -> tuple[Any, bool]:
-    """The function inside of a wrapper of Dynamo's, None if `function` is no wrapper; whether Dynamo compiles it."""
-    inner = getattr(function, "_torchdynamo_orig_callable", None)
-    return inner, inner is not None and not getattr(function, "_torchdynamo_disable", False)
+def inside_wrapper(function: Any) -> Any:
+    """The function inside of a wrapper of Dynamo's; None if `function` is no wrapper."""
+    return getattr(function, "_torchdynamo_orig_callable", None)
 
 
 @contextlib.contextmanager

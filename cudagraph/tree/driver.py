@@ -228,20 +228,22 @@ class CaptureDriver:
         """Whether `copy_out` can move the tensors on `storage`."""
         return torch_cuda.can_swap() or storage.resizable()
 
-    def copy_out(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Move the contents of `storages` to memory of their own. Every tensor on them follows."""
+    def copy_out(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+        """Move the contents of `storages` to memory of their own. Every tensor on them follows. Returns storages that
+        own the old memory in their place; none where torch can't exchange the memory of storages (before 2.13)."""
         if not storages:
-            return
+            return []
         if not torch_cuda.can_swap():
             for storage in storages:
                 storage.resize_(storage.nbytes())  # allocates, copies and points there
-            return
+            return []
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(storages[0].device):
             old = [as_bytes(storage) for storage in storages]
             new = [torch.empty_like(x) for x in old]
             torch_cuda.foreach_copy(new, old)
         for storage, copy in zip(storages, new, strict=True):
             torch_cuda.swap_memory(storage, copy.untyped_storage())
+        return [copy.untyped_storage() for copy in new]
 
     def is_capture_error(self, error: BaseException) -> bool:
         """Whether `error` means that an operation can't be captured, and not that the program is wrong."""

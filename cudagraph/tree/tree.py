@@ -29,12 +29,7 @@ import torch
 
 from .. import counters
 from ..torch_private import cuda as torch_cuda
-from ..torch_private.distributed import (
-    allocate_gathered_in,
-    call_before_groups_end,
-    gather_as_before,
-    groups_that_gather_into,
-)
+from ..torch_private import distributed as torch_distributed
 from .capture import CannotCapture, NotWarmError
 from .driver import CaptureDriver, Pool
 from .function import Function, log
@@ -221,7 +216,7 @@ class Tree(Cursor):
         state.moves.recorded(recording, static)
         if function.piece.talks:
             trees_that_talk.add(self)
-            call_before_groups_end(free_trees_that_talk)
+            torch_distributed.call_before_groups_end(free_trees_that_talk)
         function.failed_captures = 0
         state.keys.add(key)
         state.awaiting_second_warmup.discard(key)
@@ -230,10 +225,10 @@ class Tree(Cursor):
     def _gather_at_the_same_addresses(self, function: Function, inputs: list[Any]) -> None:
         """Have FSDP2 gather those static inputs of `function` that it gathers into a pool of this tree."""
         static = function.static_tensors(inputs, ()).values()
-        groups = groups_that_gather_into({torch_cuda.identity(x.untyped_storage()) for x in static})
+        groups = torch_distributed.groups_that_gather_into({torch_cuda.identity(x.untyped_storage()) for x in static})
         if groups:
             self.gathering = self.gathering or self.driver.open_gathering_pool(self.device)
-            allocate_gathered_in(self.gathering, groups)
+            torch_distributed.allocate_gathered_in(self.gathering, groups)
             self.gathered |= groups
 
     def _give_up(self, function: Function, moving: Sequence[int], inputs: list[Any]) -> str:
@@ -446,7 +441,7 @@ class Tree(Cursor):
         else:
             self.states.clear()
             self.given_up.clear()
-            gather_as_before(self.gathered)
+            torch_distributed.gather_as_before(self.gathered)
             self.gathered.clear()
             self.gathering = None
         self._begin()

@@ -98,7 +98,7 @@ def test_a_step_that_returns_its_gradients_says_why_it_is_no_graph(device):
             a.grad is not None and torch.equal(a.grad, b.grad)
             for a, b in zip(ours.parameters(), eager.parameters(), strict=True)
         )
-    assert "holds its gradients (return clones of them)" in step.refused
+    assert "returns or stores its gradients, which replays overwrite; use clones of them" in step.refused
 
 
 def test_gradients_that_add_up_over_calls(device):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import fuzz_whole_step
 import pytest
 import torch.distributed as dist
 from fuzz_whole_step import World
 
+from cudagraph.step import recording
 from cudagraph.step.gradients import Gradients
 from cudagraph.step.host import HostRandom, HostState
 from cudagraph.step.inputs import Inputs
@@ -52,7 +55,8 @@ DELETIONS = {
     "tensors that moved are noticed": (torch_cuda, "pointers_equal", lambda *_: True),
     "gradients are looked at": (Gradients, "may_replay", lambda self: True),
     "gradients are given": (Gradients, "assign", lambda self: None),
-    "schedulers are looked at": (HostState, "of_schedulers", lambda self: HostState({}, "cpu")),
+    "gradients that somebody holds move out": (Gradients, "move_out", lambda self, driver: None),
+    "schedulers are looked at": (recording, "refusing_schedules", lambda schedulers: contextlib.nullcontext()),
     "random numbers of the host are looked at": (HostRandom, "changed", lambda self: False),
     "inputs are copied": (Inputs, "copy", lambda self, flat: None),
     "numbers are written to the device": (Numbers, "fill", lambda self: None),

@@ -202,6 +202,12 @@ class Arena:
         assert self.owners.pop(address).cdata == storage._cdata, "only the owner can give a block back"
         del self.blocks[address]
 
+    def owned_by(self, storage: torch.UntypedStorage, *, instead_of: torch.UntypedStorage) -> None:
+        """The block that a storage owns is another one's from now on."""
+        owner = self.owners.get(instead_of.data_ptr())
+        if owner is not None and owner.cdata == instead_of._cdata:
+            self.owners[instead_of.data_ptr()] = StorageWeakRef(storage)
+
     def live_blocks_are(self, addresses: set[int]) -> bool:
         return self.live_blocks() == addresses
 
@@ -490,13 +496,18 @@ class Simulator:
         made = any(storage._cdata in pool.made for pool in self.pools)
         return self.can_move and (self.moves == "all" or made)
 
-    def copy_out(self, storages: Sequence[torch.UntypedStorage]) -> None:
+    def copy_out(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+        made = []
         for storage in storages:
             assert self.can_copy_out(storage), "what can't be pointed elsewhere is"
             self.copied_out += 1
             fresh = torch.empty(storage.nbytes(), dtype=torch.uint8)
             fresh.copy_(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)))
-            torch_cuda.swap_memory(storage, fresh.untyped_storage())
+            made.append(fresh.untyped_storage())
+            for pool in self.pools:
+                pool.owned_by(made[-1], instead_of=storage)
+            torch_cuda.swap_memory(storage, made[-1])
+        return made
 
     def poison(self, storage: torch.UntypedStorage, message: str) -> None:
         if symbols.has("torch._C._set_storage_data_ptr_access_error_msg"):

@@ -457,9 +457,8 @@ class Program:
             assert live == known, f"blocks that nobody accounts for: {live - known}, or that are gone: {known - live}"
 
     def known_blocks(self, pool: Any) -> set[int]:
-        """The addresses of recordings, and of gradients of closed ones."""
-        blocks = {a for each in self.step.recordings.values() for one in each if one.pool is pool for a in one.blocks}
-        return blocks | {address for of, storage, address in self.step._left if of is pool and not storage.expired()}
+        """The addresses of recordings, gradients among them."""
+        return {a for each in self.step.recordings.values() for one in each if one.pool is pool for a in one.blocks}
 
 
 def choice_of_points(choose: random.Random) -> str:

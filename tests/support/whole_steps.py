@@ -17,7 +17,7 @@ import cudagraph
 from cudagraph.step import recording, whole
 from cudagraph.step.accumulators import is_alive, node_of
 from cudagraph.torch_private import cuda as torch_cuda
-from cudagraph.torch_private.distributed import reduced_parameters
+from cudagraph.torch_private import distributed as torch_distributed
 
 
 class Planted(Exception):
@@ -56,7 +56,7 @@ def on_simulator(monkeypatch: pytest.MonkeyPatch, arena_bytes: int = 1 << 22) ->
 
 def note_accumulators(monkeypatch: pytest.MonkeyPatch, simulator: Simulator) -> None:
     """Tell the simulator of the leaves of a step, and which of their accumulators are made on the side stream."""
-    leaves_of, make_anew = recording.leaves_of, whole.make_reducer_anew
+    leaves_of, make_anew = recording.leaves_of, torch_distributed.make_reducer_anew
 
     def noted(host: Any) -> dict[str, torch.Tensor]:
         leaves = leaves_of(host)
@@ -64,7 +64,7 @@ def note_accumulators(monkeypatch: pytest.MonkeyPatch, simulator: Simulator) -> 
         return leaves
 
     def made_anew(ddp: Any) -> None:
-        leaves = reduced_parameters(ddp)
+        leaves = torch_distributed.reduced_parameters(ddp)
         old = [x for x in leaves if is_alive(x)]
         for x in old:
             node_of(x).metadata[OUTSIDE] = True
@@ -74,7 +74,7 @@ def note_accumulators(monkeypatch: pytest.MonkeyPatch, simulator: Simulator) -> 
                 node_of(x).metadata[ON_SIDE_STREAM] = True
 
     monkeypatch.setattr(recording, "leaves_of", noted)
-    monkeypatch.setattr(whole, "make_reducer_anew", made_anew)
+    monkeypatch.setattr(torch_distributed, "make_reducer_anew", made_anew)
 
 
 def gather_in_arenas(monkeypatch: pytest.MonkeyPatch, simulator: Simulator) -> None:

@@ -1,0 +1,141 @@
+"""What is known of one step, what it has recorded, and the memory that its graphs share. whole.py adds how calls run.
+
+known    numbers that change, tensors that it stores, objects that it was called with, whether it reads gradients:
+         calls and captures find this out, and the next snapshot and the next capture allow for it
+by key   recordings, in the order in which they were made; the snapshot of the last warm-up
+a pool   their graphs, and gradients that replays have given out: no capture and no other replay may write there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .. import counters
+from ..tree.driver import CaptureDriver
+from ..tree.node import Cursor
+from .gradients import ReadsGradients
+from .host import HostState
+from .outputs import Unforeseen
+from .states import State
+
+
+class Recordings:
+    """What a step has recorded, and what is known of it. Its recordings are `StepRecording`s."""
+
+    driver: CaptureDriver
+    cursor: Cursor | None = None
+    roots: dict[str, Any]  # what was declared, by name
+    update_roots: dict[str, Any]  # what the update reads besides
+
+    def _begin(self) -> None:
+        self.state = State.ALL
+        self.numbers: set[str] = set()  # paths of numbers that have changed: graphs read them on the device
+        self.outputs: set[str] = set()  # paths at which the step stores tensors
+        self.objects: dict[str, Any] = {}  # modules, optimizers and the like that it was called with
+        self.reads_gradients = False  # whether the step reads gradients from before it; the first capture finds out
+        self.calls_compiled = False  # whether a function was called that Dynamo compiles
+        self.latest: Any = None
+        self.recordings: dict[tuple[Any, ...], list[Any]] = {}
+        self.warm: dict[tuple[Any, ...], tuple[HostState, int]] = {}  # by key: a snapshot, warm-ups with these values
+        self._pool: Any = None
+
+    def host_roots(self) -> dict[str, Any]:
+        """What a step around this one reads through it."""
+        return {**self.roots, **self.update_roots}
+
+    def _host(self) -> HostState:
+        """A snapshot of what graphs of the step depend on."""
+        roots = self.host_roots() if self.state.has_update else self.roots
+        return HostState({**roots, **self.objects}, self.driver.device_type, outputs=self.outputs)
+
+    def _remember(self, objects: Mapping[str, Any]) -> bool:
+        """Have modules and the like among the arguments compared from now on. Returns whether there are new ones."""
+        known = {id(x) for x in self.objects.values()}
+        new = {name: x for name, x in objects.items() if id(x) not in known}
+        self.objects |= {f"{name} ({id(x):x})" if name in self.objects else name: x for name, x in new.items()}
+        return bool(new)
+
+    def _allow_for(self, error: Exception) -> bool:
+        """Allow for what a capture has found that the step stores or reads. False if nothing is new, or numbers can't
+        be read on the device."""
+        if isinstance(error, ReadsGradients):
+            self.reads_gradients = True
+            return True
+        if not isinstance(error, Unforeseen):
+            return False
+        outputs, numbers = {*error.outputs} - self.outputs, {*error.numbers} - self.numbers
+        if not (outputs or numbers) or (numbers and self.state.by_number):
+            return False
+        self.outputs |= outputs
+        self.numbers |= numbers
+        if outputs:
+            self.warm.clear()  # these snapshots have the tensors as dependencies
+        return True
+
+    # --- recordings
+
+    def every_recording(self) -> list[Any]:
+        """All recordings that it has."""
+        return [recording for known in self.recordings.values() for recording in known]
+
+    def _hosts(self) -> list[HostState]:
+        return [*(one.host for one in self.every_recording()), *(host for host, _ in self.warm.values())]
+
+    def _close(self, recordings: Collection[Any]) -> None:
+        """Close `recordings`. The pool goes on, so gradients that somebody holds move out."""
+        for recording in recordings:
+            recording.gradients.move_out(self.driver)
+            recording.close()
+            self.latest = None if recording is self.latest else self.latest
+
+    def _drop_recordings(self) -> None:
+        self._close(self.every_recording())
+        self.recordings = {}
+        self.warm.clear()
+
+    def _keep(self, recording: Any, warm_ups: int) -> None:
+        known = self.recordings.setdefault(recording.key, [])
+        counters.add("recordings")
+        counters.add("rerecordings", bool(known))
+        known.append(recording)
+        self._watch_later_gradients()
+        self.warm[recording.key] = recording.host, warm_ups
+        self.latest = recording
+
+    def _close_stale_recordings(self, host: HostState) -> str:
+        """Close recordings that read tensors which `host` does not reach, such as an optimizer's old state. Returns the
+        path of such a tensor of a step that has no recording yet, or ""."""
+        reached = {id(x) for x in host.tensors.values()}
+        for key, known in self.recordings.items():
+            stale = [one for one in known if not reached.issuperset(map(id, one.host.tensors.values()))]
+            self._close(stale)
+            self.recordings[key] = [one for one in known if one not in stale]
+        self._watch_later_gradients()
+        gone = ""
+        for key, (warm, _) in self.warm.items():
+            if path := next((path for path, x in warm.tensors.items() if id(x) not in reached), ""):
+                self.warm[key], gone = (host, 0), gone if self.recordings.get(key) else path
+        return gone
+
+    # --- memory
+
+    def opened_pool(self) -> Any:
+        assert self.cursor is not None
+        if self._pool is not None and self._pool.broken:
+            self._pool.release()  # now: its graph must not be destroyed in a later capture
+            self._pool = None
+        if self._pool is None:
+            self._pool = self.driver.open_pool(self.cursor.device)
+        return self._pool
+
+    def blocks_in_use(self) -> set[int]:
+        """The blocks of the pool that recordings need between replays, by address."""
+        return {a for one in self.every_recording() if one.pool is self._pool for a in one.blocks}
+
+    def _watch_later_gradients(self) -> None:
+        """Have each recording watch the gradients of later recordings, which may lie where it writes to."""
+        every = self.every_recording()
+        for recording in every:
+            later = [other for other in every if other.pool is recording.pool and other.order > recording.order]
+            recording.gradients.watch_also([slot for other in later for slot in other.gradients.slots.values()])
