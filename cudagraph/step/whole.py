@@ -309,7 +309,7 @@ class WholeStep(Recordings):
             self.warm[call.key] = self._host(), way.warm_ups if is_settled else 0
         except CannotCompare as error:  # the next call says so; this one has run
             self.reset()
-            self.refused = str(error)
+            self.state, self.refused = State.NOTHING, str(error)
         return result
 
     def _record(self, call: StepCall, host: HostState) -> Any:

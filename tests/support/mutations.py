@@ -156,6 +156,20 @@ MUTATIONS = (
         ("tests/cudagraph/test_whole_step_numbers.py",),
     ),
     Mutation(
+        "a replay of a step does not ask whether gradients in its memory are held",
+        "cudagraph/step/gradients.py",
+        "        if not self._watch.none_held():\n            self.move_out(driver)\n",
+        "",
+        ("tests/cudagraph/test_whole_step_functions.py",),
+    ),
+    Mutation(
+        "a scheduler that a step calls is not noticed",
+        "cudagraph/step/recording.py",
+        "refusing_schedules(host.schedulers)",
+        "contextlib.nullcontext()",
+        ("tests/cudagraph/test_whole_step_loops.py",),
+    ),
+    Mutation(
         "nothing stands in for what a step has stored in the step before",
         "cudagraph/step/outputs.py",
         "container[key] = self._covers[path] = torch_cuda.unflatten(wires, spec)",
