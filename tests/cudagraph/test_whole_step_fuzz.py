@@ -24,7 +24,7 @@ KEPT = (
     *(11076, 11292, 13611),
 )
 
-NOTICING = (71, 23, 32, 2)  # programs that notice what few others do
+NOTICING = (71, 23, 32, 2, 1243)  # programs that notice what few others do
 
 
 @pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
