@@ -54,7 +54,7 @@ def save_plans(path: str | os.PathLike[str]) -> int:
             "save_plans: expected graphs that were compiled under a budget, got none. Run a step first: "
             'options={"policy": aot_hooks.budget(...)}'
         )
-    devices = sorted({name for graph in data["graphs"] for name in graph["devices"]})
+    devices = sorted({name for graph in data["graphs"] for name in graph["program"]["devices"]})
     head = {"aot_hooks": PACKAGE_DIGEST, "torch": torch.__version__, "devices": devices}
     try:
         sealed.write(Path(path), head | data)
@@ -94,7 +94,8 @@ def load_plans(path: str | os.PathLike[str]) -> int:
                 "in a process like this one, or load none, and they are made anew"
             )
     try:
-        programs = [_program(graph["lines"], graph["budget"], graph["devices"]) for graph in data["graphs"]]
+        of_graphs = [graph["program"] for graph in data["graphs"]]
+        programs = [_program(each["lines"], each["budget"], each["devices"]) for each in of_graphs]
         return stored.load(data, programs)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
         raise PlanFileError(f"{where} is damaged: {type(e).__name__}: {e}. Save the plans again") from e

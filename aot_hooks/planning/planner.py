@@ -90,7 +90,7 @@ class Planner:
             digest = "" if program is None else program.digest
             self._graph = many.graph_of(rule, gm, inputs, self.sizes.hints(), digest)
             given = rule if self._graph is None else self._graph.rule(rule, self.sizes.hints())
-            recipe = self._graph.recipe if self._graph is not None else loaded and loaded.recipe
+            recipe = self._graph.recipe if self._graph is not None else loaded and loaded.saved.recipe
             if recipe is None and rule is asked.rule and (self._graph is None or not self._graph.codes):
                 self._why_not_loaded = _LATE if loaded is not None else why_not_loaded()
             self._setting = Setting(replace(given, recipe=recipe), asked.scope)

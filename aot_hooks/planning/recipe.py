@@ -8,13 +8,13 @@ peak that results with the budget: so a recipe of another program is refused, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import AotHooksError, CacheWarning, warn_user
 from .solver import Solution
-from .step import KEPT, Apart, Moment, Option, Step, Value
+from .step import KEPT, Apart, Option, Step, Value
 
 
 class Refused(AotHooksError):
@@ -60,53 +60,6 @@ class Recipe:
     drops_others: bool = False
     finer: int = 0
     tiles: str = ""
-
-    def as_data(self) -> dict[str, Any]:
-        """For JSON."""
-        apart = (
-            None
-            if self.apart is None
-            else self.apart._asdict() | {"moments": [[m.phase, m.calls, m.nbytes] for m in self.apart.moments]}
-        )
-        return {
-            "partition": [list(pick) for pick in self.partition],
-            "hooks": [list(pick) for pick in self.hooks],
-            "typed": None if self.typed is None else list(self.typed),
-            "across_graphs": self.across_graphs,
-            "apart": apart,
-            "drops_others": self.drops_others,
-            "finer": self.finer,
-            "tiles": self.tiles,
-        }
-
-    @staticmethod
-    def of_data(data: Mapping[str, Any]) -> Recipe:
-        """The recipe of `as_data`. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
-        apart, typed = data["apart"], data["typed"]
-        if apart is not None:
-            counts, ratios = (int(apart[n]) for n in ("tight_calls", "calls")), (apart[n] for n in _RATIOS)
-            apart = Apart(_moments(apart["moments"]), *counts, *map(float, ratios))
-        return Recipe(
-            _picks(data["partition"]),
-            _picks(data["hooks"]),
-            None if typed is None else (str(typed[0]), str(typed[1])),
-            bool(data["across_graphs"]),
-            apart,
-            bool(data["drops_others"]),
-            int(data["finer"]),
-            str(data["tiles"]),
-        )
-
-
-_RATIOS = ("tight_ratio", "ratio")
-
-
-def _moments(data: Iterable[Sequence[Any]]) -> tuple[Moment, ...]:
-    return tuple(Moment(str(phase), int(calls), int(nbytes)) for phase, calls, nbytes in data)
-
-
-def _picks(data: Iterable[Sequence[Any]]) -> tuple[Pick, ...]:
-    return tuple(Pick(int(v), str(name), str(option), int(number)) for v, name, option, number in data)
 
 
 def _named(value: Value, name: str) -> list[Option]:

@@ -10,9 +10,11 @@ number. A step of many graphs is restored as a whole, with its traces, when its 
 from __future__ import annotations
 
 import threading
+import typing
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
 from typing import Any
 
 from ..errors import CacheWarning, warn_user
@@ -23,10 +25,10 @@ from . import many
 from .assignment import Assignment
 from .measured import StepTime
 from .recipe import Recipe
+from .sizes import Product
 from .versions import Mode
 
 _lock = threading.Lock()  # of what this module knows
-_BYTES = ("stock", "share")
 
 
 @dataclass(frozen=True)
@@ -47,37 +49,61 @@ class Program:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What was planned for a graph: `tight` is for calls that hold the least, if some do. `graph` knows its step."""
+class _State:
+    """What a `many.Graph` knows, in attributes of the same names."""
+
+    stock: Bytes
+    least: Bytes | None
+    share: Bytes
+    ms: float
+    is_nested: bool
+    calls: int
+    frees_inputs: bool
+    sizes: Mapping[Product, int]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step of many graphs, which its traces name by number. The other attributes are those of `many.Group`.
+
+    `slowness`: that its plans were made with.
+    """
+
+    traces: tuple[tuple[Instant, ...], ...]
+    over: int
+    planned_peak: int
+    counted: bool
+    slowness: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What was planned for a graph.
+
+    Attributes:
+        tight: for calls that hold the least, if some do.
+        state: what its `many.Graph` knows; None: it is in none.
+        step: the number of its step; None: it has no trace.
+    """
 
     program: Program
     mode: Mode
     recipe: Recipe
     tight: Recipe | None
-    graph: many.Graph | None
-
-
-@dataclass(eq=False)
-class _Step:
-    """A loaded step of many graphs: its traces, and its graphs by the numbers that these name."""
-
-    data: Mapping[str, Any]
-    graphs: dict[int, Loaded] = field(default_factory=dict)
+    state: _State | None = None
+    step: int | None = None
 
 
 @dataclass(eq=False)
 class Loaded:
-    """A loaded plan of one graph."""
+    """A loaded plan of one graph. `graphs`: all those of its step, by number."""
 
-    program: Program
-    mode: Mode
-    recipe: Recipe
-    tight: Recipe | None
-    state: Mapping[str, Any] | None  # of its `many.Graph`
+    saved: Saved
     step: _Step | None
+    graphs: Mapping[int, Saved]
 
 
-_made: dict[str, _Made] = {}
+_made: dict[str, tuple[Saved, many.Graph | None]] = {}
 _unsaved: dict[str, str] = {}  # by a program's digest: why its plan can't be saved
 _loaded: dict[str, Loaded] = {}
 _warned: set[str] = set()
@@ -101,7 +127,7 @@ def note(
         if len(plans) > 1 or None in recipes:
             _unsaved[program.digest] = f"a graph under {program.budget} has {len(plans)} plans, or a nested one"
             return
-        _made[program.digest] = _Made(program, mode, recipes[0], recipes[1] if tight_plans else None, graph)
+        _made[program.digest] = Saved(program, mode, recipes[0], recipes[1] if tight_plans else None), graph
 
 
 # --- to data ----------------------------------------------------------------------------------------------------------
@@ -110,93 +136,88 @@ def note(
 def as_data() -> tuple[dict[str, Any], list[str]]:
     """All plans of this process for JSON, and why some can't be saved."""
     with _lock:
-        made = list(_made.values())
-        numbers = {one.graph: i for i, one in enumerate(made) if one.graph is not None}
-        groups = list(dict.fromkeys(graph.group for graph in numbers if graph.group.traces))
-        by_program = {one.program.digest: i for i, one in enumerate(made)}
-        steps = [_step_data(group, numbers, by_program) for group in groups]
-        graphs = [_graph_data(one, groups) for one in made]
-        return {"graphs": graphs, "steps": steps}, sorted(_unsaved.values())
+        graphs = [graph for _, graph in _made.values()]
+        groups = list(dict.fromkeys(graph.group for graph in graphs if graph is not None and graph.group.traces))
+        steps = [_step_of(group, graphs) for group in groups]
+        saved = []
+        for one, graph in _made.values():
+            if graph is not None:
+                state = _State(**{each.name: getattr(graph, each.name) for each in fields(_State)})
+                number = groups.index(graph.group) if graph.group in groups else None
+                one = replace(one, state=state, step=number)
+            saved.append(one)
+        return {"graphs": to_json(saved), "steps": to_json(steps)}, sorted(_unsaved.values())
 
 
-def _graph_data(one: _Made, groups: Sequence[many.Group]) -> dict[str, Any]:
-    program, graph = one.program, one.graph
-    return {
-        "budget": program.budget,
-        "devices": program.devices,
-        "lines": program.lines,
-        "mode": one.mode.value,
-        "recipe": one.recipe.as_data(),
-        "tight": None if one.tight is None else one.tight.as_data(),
-        "step": groups.index(graph.group) if graph is not None and graph.group in groups else None,
-        "state": None if graph is None else _state_data(graph),
-    }
+def _step_of(group: many.Group, graphs: Sequence[many.Graph | None]) -> _Step:
+    """The step of a group, with its graphs by number. One for smaller sizes counts as the one that replaced it."""
+    numbers = {graph: i for i, graph in enumerate(graphs) if graph is not None}
+    by_program = {digest: i for i, digest in enumerate(_made)}
+    number = lambda graph: numbers.get(graph, by_program.get(graph.program, -1))  # noqa: E731
+    traces = [tuple(_with_graphs(each, number) for each in trace) for trace in group.traces]
+    known = tuple(trace for trace in traces if all(each.runs >= 0 for each in trace))
+    return _Step(known, group.over, group.planned_peak, group.counted, group.time.slowness)
 
 
-def _state_data(graph: many.Graph) -> dict[str, Any]:
-    return {
-        **{name: list(getattr(graph, name)) for name in _BYTES},
-        "least": None if graph.least is None else list(graph.least),
-        "ms": graph.ms,
-        "is_nested": graph.is_nested,
-        "frees_inputs": graph.frees_inputs,
-        "slowness": graph.group.time.slowness,
-        "calls": graph.calls,
-        "sizes": [[[list(power) for power in product], n] for product, n in graph.sizes.items()],
-    }
+def _with_graphs(instant: Instant, of: Callable[[Any], Any]) -> Instant:
+    """`instant` with what `of` returns in place of each graph."""
+    holding: Counter[Any] = Counter()
+    for graph, count in instant.holding.items():
+        holding[of(graph)] += count
+    return replace(instant, runs=of(instant.runs), holding=holding)
 
 
-def _step_data(group: many.Group, numbers: Mapping[many.Graph, int], by_program: Mapping[str, int]) -> dict[str, Any]:
-    """A step with its graphs by number. One for smaller sizes counts as the one that replaced it."""
-
-    def number(graph: many.Graph) -> int:
-        return numbers[graph] if graph in numbers else by_program.get(graph.program, -1)
-
-    def instant(each: Instant) -> dict[str, Any]:
-        holding: Counter[int] = Counter()
-        for graph, count in each.holding.items():
-            holding[number(graph)] += count
-        return {
-            "phase": each.phase,
-            "runs": number(each.runs),
-            "holding": sorted(holding.items()),
-            "gradient_bytes": each.gradient_bytes,
-            "gathered_bytes": each.gathered_bytes,
-        }
-
-    traces = [[instant(each) for each in trace] for trace in group.traces]
-    return {
-        "over": group.over,
-        "planned_peak": group.planned_peak,
-        "counted": group.counted,
-        "traces": [trace for trace in traces if all(each["runs"] >= 0 for each in trace)],  # all graphs are known
-    }
+def to_json(value: Any) -> Any:
+    """A dataclass as a dict, other values of several parts as lists, so that `of_json` makes them again."""
+    if is_dataclass(value):
+        return {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return [[to_json(key), to_json(each)] for key, each in value.items()]
+    if isinstance(value, list | tuple):
+        return [*map(to_json, value)]
+    return value.value if isinstance(value, Enum) else value
 
 
 # --- from data --------------------------------------------------------------------------------------------------------
 
 
+def of_json(kind: Any, data: Any) -> Any:
+    """The value of type `kind` that `to_json` made `data` of.
+
+    Raises `KeyError`, `TypeError` or `ValueError` for data of another form.
+    """
+    parts = typing.get_args(kind)
+    if type(None) in parts:
+        return None if data is None else of_json(parts[0], data)
+    if issubclass(typing.get_origin(kind) or object, Mapping):
+        return dict(of_json(tuple[parts], each) for each in data)
+    if parts:  # of a tuple
+        kinds = [parts[0]] * len(data) if parts[-1] is ... else parts
+        return tuple(of_json(each, one) for each, one in zip(kinds, data, strict=True))
+    if is_dataclass(kind):
+        return kind(**{name: of_json(each, data[name]) for name, each in typing.get_type_hints(kind).items()})
+    if hasattr(kind, "_fields"):  # a named tuple
+        return kind(*of_json(tuple[tuple(typing.get_type_hints(kind).values())], data))
+    return data if kind is Any else kind(data)
+
+
 def load(data: Mapping[str, Any], programs: Sequence[Program]) -> int:
     """Take the plans of `as_data`, in place of those that were loaded for the same graphs. Returns their number.
 
-    All or nothing: `KeyError`, `TypeError` or `ValueError` for data of another form.
+    All or nothing: `KeyError`, `IndexError`, `TypeError` or `ValueError` for data of another form.
     """
-    steps = [_Step(step) for step in data["steps"]]
-    found = []
-    for i, (one, program) in enumerate(zip(data["graphs"], programs, strict=True)):
-        step = None if one["step"] is None else steps[one["step"]]
-        tight = None if one["tight"] is None else Recipe.of_data(one["tight"])
-        loaded = Loaded(program, Mode(one["mode"]), Recipe.of_data(one["recipe"]), tight, one["state"], step)
-        if loaded.state is not None:
-            _restore_state(many.Graph(many.Group(_ANY)), loaded)
-        if step is not None:
-            step.graphs[i] = loaded
-        found.append(loaded)
-    for step in steps:
-        _restore_step(many.Group(_ANY), step)
+    steps = of_json(tuple[_Step, ...], data["steps"])
+    found = of_json(tuple[Saved, ...], data["graphs"])
+    found = [replace(saved, program=program) for saved, program in zip(found, programs, strict=True)]
+    loaded = []
+    for i, saved in enumerate(found):
+        of_step = {i: saved} if saved.step is None else {k: s for k, s in enumerate(found) if s.step == saved.step}
+        loaded.append(Loaded(saved, None if saved.step is None else steps[saved.step], of_step))
+        if saved.state is not None:
+            _restore(many.Group(_ANY), loaded[-1])  # its traces name graphs that are there
     with _lock:
-        _loaded.update((loaded.program.digest, loaded) for loaded in found)
-    return len(found)
+        _loaded.update((one.saved.program.digest, one) for one in loaded)
+    return len(loaded)
 
 
 _ANY = Assignment(0, None, (), 0.0)  # of groups that only show whether data has the right form
@@ -209,7 +230,7 @@ def loaded_for(program: Program | None) -> Loaded | None:
 
 def others() -> list[Program]:
     """The graphs that have loaded plans."""
-    return [loaded.program for loaded in _loaded.values()]
+    return [loaded.saved.program for loaded in _loaded.values()]
 
 
 def warn_once(program: Program, why: str) -> None:
@@ -226,49 +247,25 @@ def warn_once(program: Program, why: str) -> None:
 
 def restore(rule: Assignment, loaded: Loaded) -> None:
     """Let the steps under `rule` begin as those of the process that saved `loaded`, if none has begun yet."""
-    if loaded.state is None or (group := many.group_of(rule)) is None:
+    if loaded.saved.state is None or (group := many.group_of(rule)) is None:
         return
-    if loaded.step is not None and not group.traces and not group.restored:
-        _restore_step(group, loaded.step)
-    elif loaded.step is None and loaded.program.digest not in group.known_programs():
-        group.restored[loaded.program.digest] = _restore_state(many.Graph(group), loaded)
+    begins = not group.traces and not group.restored
+    if begins if loaded.step is not None else loaded.saved.program.digest not in group.known_programs():
+        _restore(group, loaded)
 
 
-def _restore_step(group: many.Group, step: _Step) -> None:
-    graphs = {i: _restore_state(many.Graph(group), loaded) for i, loaded in step.graphs.items()}
-    traces: list[Sequence[Instant]] = [
-        [
-            Instant(
-                str(each["phase"]),
-                graphs[each["runs"]],
-                {graphs[number]: int(count) for number, count in each["holding"]},
-                int(each["gradient_bytes"]),
-                int(each["gathered_bytes"]),
-            )
-            for each in trace
-        ]
-        for trace in step.data["traces"]
-    ]
-    group.traces, group.over = traces, int(step.data["over"])
-    group.planned_peak, group.counted = int(step.data["planned_peak"]), bool(step.data["counted"])
-    group.restored = {graph.program: graph for graph in graphs.values()}
+def _restore(group: many.Group, loaded: Loaded) -> None:
+    graphs = {i: _graph_of(group, saved) for i, saved in loaded.graphs.items()}
+    group.restored |= {graph.program: graph for graph in graphs.values()}
+    if (step := loaded.step) is not None:
+        group.traces = [[_with_graphs(each, graphs.__getitem__) for each in trace] for trace in step.traces]
+        group.over, group.planned_peak, group.counted = step.over, step.planned_peak, step.counted
+        group.time = StepTime(step.slowness, is_known=True)
 
 
-def _restore_state(graph: many.Graph, loaded: Loaded) -> many.Graph:
-    state: Any = loaded.state
-    for name in _BYTES:
-        setattr(graph, name, _bytes(state[name]))
-    graph.least = None if state["least"] is None else _bytes(state["least"])
-    graph.mode, graph.program = loaded.mode, loaded.program.digest
-    graph.ms, graph.is_nested, graph.calls = float(state["ms"]), bool(state["is_nested"]), int(state["calls"])
-    graph.frees_inputs = bool(state["frees_inputs"])
-    graph.group.time = StepTime(float(state["slowness"]), is_known=True)  # that the recipe was made with
-    graph.sizes = {tuple((int(i), int(p)) for i, p in product): int(n) for product, n in state["sizes"]}
-    graph.was_planned = graph.is_fixed = loaded.mode is Mode.PLANNED
-    graph.recipe, graph.tight_recipe = loaded.recipe, loaded.tight
-    return graph
-
-
-def _bytes(numbers: Sequence[Any]) -> Bytes:
-    forward, held, backward = map(int, numbers)
-    return Bytes(forward, held, backward)
+def _graph_of(group: many.Group, saved: Saved) -> many.Graph:
+    known = {each.name: getattr(saved.state, each.name) for each in fields(_State)}
+    planned = saved.mode is Mode.PLANNED
+    recipes = {"recipe": saved.recipe, "tight_recipe": saved.tight}
+    program = saved.program.digest
+    return many.Graph(group, saved.mode, program=program, was_planned=planned, is_fixed=planned, **recipes, **known)

@@ -417,8 +417,8 @@ def test_a_plan_that_cannot_be_made_here_is_searched_for(x, change, why, searche
     peak = peak_of(model, x, 0.85)
 
     def changed(data: Any) -> None:
-        recipe = Recipe.of_data(data["graphs"][0]["recipe"])
-        data["graphs"][0]["recipe"] = change(recipe).as_data()
+        recipe = stored.of_json(Recipe, data["graphs"][0]["recipe"])
+        data["graphs"][0]["recipe"] = stored.to_json(change(recipe))
 
     edited(path, changed)
     aot_hooks.load_plans(path)
@@ -466,7 +466,7 @@ def test_a_recipe_comes_back_from_json():
         Recipe(typed=("", "float8()"), drops_others=True),
         Recipe(typed=("", "offload()"), across_graphs=True),
     ):
-        assert Recipe.of_data(json.loads(json.dumps(each.as_data()))) == each
+        assert stored.of_json(Recipe, json.loads(json.dumps(stored.to_json(each)))) == each
 
 
 def test_the_number_of_a_device_is_in_no_program():
