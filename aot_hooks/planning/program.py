@@ -4,9 +4,8 @@
 
 The relaxed program has the best choice that need not be whole: no whole one is better. The values that come out nearest
 to whole are fixed, and it is solved again, until so few are open that they can be solved whole. While many are open,
-the relaxed programs get tighter limits: near a relaxed choice that uses up its limits there is no whole one. Expensive
-options are left out first. If the result is far from the relaxed program, all is done again for a lower peak, and then
-with all options.
+the relaxed programs get tighter limits: near a relaxed choice that uses up its limits there is no whole one. If the
+result is far from the relaxed program, all is done again for a lower peak.
 The same program gives the same choice: the search is bounded by counts.
 """
 
@@ -23,8 +22,8 @@ _OPEN = 150  # So many integer columns are solved whole at once: 4 layers take 0
 _FIXED = 0.25  # The share of the open values that are fixed at a time. With half of them 8 layers took 0.0004 more.
 _NODES = 20  # The most nodes of a search for whole numbers.
 _NEAR = 0.002  # A whole choice whose cost is at most this share above the relaxed program's is taken at once.
-_COSTLY = 0.2  # An option is expensive if it costs more than this share of what the relaxed program adds to the step.
 _BELOW = 1.05  # Times what a choice is over the peak: the next one aims lower by that.
+_DIVES = 2  # So often a whole choice is looked for: the second one leaves what the first was over the peak.
 _SECONDS = 100  # A guard: nodes end the search long before, on a busy machine as well.
 _ERROR_ROOM = 0.35  # The share of the sum of squared errors that the first relaxed program leaves free.
 
@@ -93,29 +92,15 @@ def integer_solution(program: Program, guide: Any, by_value: Sequence[Sequence[i
         room: MiB that the first relaxed program leaves free, 0 if the lowest peak is asked for.
     """
     near = (1 + _NEAR) * program.objective(guide)
-    cheap, best, below = _without_costly(program, guide, by_value), None, 0.0
-    for columns in (cheap, cheap, program):
-        found = _rounded(columns, by_value, room, below)
+    best, below = None, 0.0
+    for _ in range(_DIVES):
+        found = _rounded(program, by_value, room, below)
         if found is not None:
             best = found if best is None else min(best, found, key=program.objective)
             below = max(_BELOW * found[program.over], room)
         if best is not None and (guide[program.over] > MOST_OVER or program.objective(best) <= near):
             break
     return best
-
-
-def _without_costly(program: Program, guide: Any, by_value: Sequence[Sequence[int]]) -> Program:
-    """`program` without expensive options, such as computing one matrix product again.
-
-    The relaxed program takes a small part of one. A whole one costs more than all else, so it comes last. What the
-    relaxed program takes for the most part stays.
-    """
-    fixed = sum(cost for cost, low in zip(program.cost, program.lower, strict=True) if low)
-    most = _COSTLY * (program.objective(guide) - fixed)
-    cheap = replace(program, upper=[*program.upper])
-    for c in (c for own in by_value for c in own if program.cost[c] > most and guide[c] < 0.5):
-        cheap.upper[c] = 0.0
-    return cheap
 
 
 def _rounded(program: Program, by_value: Sequence[Sequence[int]], room: float, below: float) -> Any:
