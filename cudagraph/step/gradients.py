@@ -51,10 +51,9 @@ class Gradients:
         self._expected: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # uses it, so a replay needs this very one
         self._dropped: list[torch.Tensor] = []  # drops it unread
         self._cleared: list[torch.Tensor] = []  # leaves None
-        self._made: list[tuple[torch.Tensor, int]] = []  # leaves a new one; its position in `_templates`
+        self._made: list[tuple[torch.Tensor, int, Slot | None]] = []  # leaves a new one: its template, its memory
         self._templates: list[torch.Tensor] = []  # over the memory of new gradients: replays give out their aliases
         self._spread: dict[int, torch.Tensor] = {}  # by position: a `DTensor` like the gradient, whose part it is
-        self._gives_copies = not torch_cuda.can_swap()  # before torch 2.13 no tensor moves: nobody gets one there
         self.slots: dict[int, Slot] = {}  # the memory of new gradients, by the identity of storages
         self._watch = Watch(())
 
@@ -68,7 +67,7 @@ class Gradients:
         """The gradients that the graph reads and writes where they are."""
         return [local_part(old) for _, old in self._expected if old is not None]
 
-    def classify(self, device: torch.device) -> None:
+    def classify(self, device: torch.device, driver: CaptureDriver) -> None:
         """Sort the parameters by what the captured step did with their gradients. Raises `CannotCapture` for gradients
         that a replay can't make."""
         for x, old, wire in zip(self._parameters, self._before, self._wires, strict=True):
@@ -89,15 +88,14 @@ class Gradients:
                 raise CannotCapture("makes gradients that require gradients (create_graph=True)")
             if local is not new:
                 self._spread[len(self._templates)] = with_local_part(new, torch.empty_like(local, device="meta"))
-            storage = local.untyped_storage()
-            self._made.append((x, len(self._templates)))
+            storage, position, slot = local.untyped_storage(), len(self._templates), None
             if id(x) in self._in_buckets:
                 self._templates.append(tensor_on(storage, layout_of(local)))
-                continue
-            identity = torch_cuda.identity(storage)
-            if identity not in self.slots:
-                self.slots[identity] = Slot(storage, "a gradient", copies=False)
-            self.slots[identity].add_template(self._templates, layout_of(local))
+            else:
+                slot = self.slots.setdefault(torch_cuda.identity(storage), Slot(storage, "a gradient", copies=False))
+                slot.given_as_copies = not driver.can_copy_out(slot.storage)
+                slot.add_template(self._templates, layout_of(local))
+            self._made.append((x, position, slot))
 
     def finish(self) -> None:
         """Put back the gradients from before the capture, and watch the memory of new ones."""
@@ -126,16 +124,20 @@ class Gradients:
     def move_out(self, driver: CaptureDriver) -> None:
         """Move gradients that somebody holds to memory of their own. All tensors over them follow."""
         moving = held(self._watch.slots)
-        for slot, storage in zip(moving, driver.copy_out([slot.storage for slot in moving]), strict=True):
-            slot.renew(storage)
+        owners = driver.copy_out([slot.storage for slot in moving])
+        for i, slot in enumerate(moving):
+            owner = owners[i] if owners else torch_cuda.storage_at(slot.address, slot.storage.device, slot.nbytes)
+            slot.renew(owner)
+            # Before torch 2.13 a tensor moves only out of memory that the allocator gave to it, which is once.
+            slot.given_as_copies = not driver.can_copy_out(owner)
 
     def assign(self) -> None:
         """After a replay: assign parameters the gradients that it made."""
         for x in self._cleared:
             x.grad = None
-        for x, position in self._made:
+        for x, position, slot in self._made:
             template = self._templates[position]
-            new = template.clone() if self._gives_copies and id(x) not in self._in_buckets else template.data
+            new = template.clone() if slot is not None and slot.given_as_copies else template.data
             spread = self._spread.get(position)
             x.grad = new if spread is None else with_local_part(spread, new)
 

@@ -347,7 +347,7 @@ class _Attempt:
         """Find the blocks that the recording needs. Raise if the step keeps others: nobody would know when such a block
         is free."""
         pool, others = self.pool, self.blocks_of_others
-        self.gradients.classify(self.device)
+        self.gradients.classify(self.device, self.cursor.driver)
         made = [x for x in self.results if isinstance(x, torch.Tensor)]
         for x in made:
             if type(x) is not torch.Tensor or x.layout is not torch.strided or x.device != self.device:
