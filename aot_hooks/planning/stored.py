@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
+from types import GenericAlias
 from typing import Any
 
 from ..errors import CacheWarning, warn_user
@@ -186,18 +187,18 @@ def of_json(kind: Any, data: Any) -> Any:
 
     Raises `KeyError`, `TypeError` or `ValueError` for data of another form.
     """
-    parts = typing.get_args(kind)
+    parts, make = typing.get_args(kind), kind
     if type(None) in parts:
         return None if data is None else of_json(parts[0], data)
     if issubclass(typing.get_origin(kind) or object, Mapping):
-        return dict(of_json(tuple[parts], each) for each in data)
+        return dict(of_json(GenericAlias(tuple, parts), each) for each in data)
     if parts:  # of a tuple
         kinds = [parts[0]] * len(data) if parts[-1] is ... else parts
         return tuple(of_json(each, one) for each, one in zip(kinds, data, strict=True))
     if is_dataclass(kind):
-        return kind(**{name: of_json(each, data[name]) for name, each in typing.get_type_hints(kind).items()})
+        return make(**{name: of_json(each, data[name]) for name, each in typing.get_type_hints(kind).items()})
     if hasattr(kind, "_fields"):  # a named tuple
-        return kind(*of_json(tuple[tuple(typing.get_type_hints(kind).values())], data))
+        return kind(*of_json(GenericAlias(tuple, (*typing.get_type_hints(kind).values(),)), data))
     return data if kind is Any else kind(data)
 
 
@@ -266,6 +267,6 @@ def _restore(group: many.Group, loaded: Loaded) -> None:
 def _graph_of(group: many.Group, saved: Saved) -> many.Graph:
     known = {each.name: getattr(saved.state, each.name) for each in fields(_State)}
     planned = saved.mode is Mode.PLANNED
-    recipes = {"recipe": saved.recipe, "tight_recipe": saved.tight}
+    recipes: dict[str, Any] = {"recipe": saved.recipe, "tight_recipe": saved.tight}
     program = saved.program.digest
     return many.Graph(group, saved.mode, program=program, was_planned=planned, is_fixed=planned, **recipes, **known)
