@@ -1,0 +1,294 @@
+"""Norms read their rounded input with the mean and the variance that it had, so that their derivative bears rounding.
+
+      x' = unpack(...)                  off by 6% of x
+      n = (x' - mean) * rstd            off by 6% of mean * rstd: 20 where a group's numbers are all 1, for 0
+      x" = addcmul(mean - t * m', x', t)    with m' the mean of x', and t so that x" has the variance of x
+      n = (x" - mean) * rstd            at most sqrt(count of a group), and 0 for a group of equal numbers
+
+Mean and rstd are saved as they are, and rstd is up to 316. What norms divide by it is small only if both belong to the
+same numbers. In a group that is nearly constant the rounding is larger than the spread: then the normalized numbers
+are noise, but no larger than they were. This is for norms that subtract a mean. One that doesn't divides the number
+itself, so its error is a share of the result. Statistics of a running mean are not of the numbers, so they stay.
+
+The input may also be computed again from rounded numbers. What makes it then has its bound, and the norm still is this.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..graphs import read_tables as tables
+from ..graphs.nodes import argument_called, op_name, target_name
+from ..graphs.saved import Boundary
+from ..torch_private.values import expression, same_size
+from .edits import call, with_inputs
+from .units import Unit
+
+_aten = torch.ops.aten
+_COPIES = tables.MOVES | tables.CONVERSIONS
+# Operators that subtract a mean: their names, and the arguments of their backwards that are input, mean and rstd.
+_NORMS = tables.NORMALIZE - {"aten._fused_rms_norm.default"}
+_SAVED = ("input", "save_mean", "save_invstd"), ("input", "save_mean", "save_var")
+_BACKWARDS = {
+    "aten.native_layer_norm_backward.default": ("input", "mean", "rstd"),
+    "aten.native_group_norm_backward.default": ("input", "mean", "rstd"),
+    "aten.native_batch_norm_backward.default": _SAVED[0],
+    "aten.batch_norm_backward.default": _SAVED[1],
+    "aten.cudnn_batch_norm_backward.default": _SAVED[1],
+    "aten.miopen_batch_norm_backward.default": _SAVED[1],
+}
+_WIDE = (torch.float32, torch.float64)
+# Roundings of float32 that the mean of equal numbers may be off by, relative to the mean: 2**-20, 8 of them. A spread
+# below it is noise, since a hook rounds to steps that are wider.
+_NOISE = 2.0**-20
+
+
+@dataclass(frozen=True)
+class _Place:
+    """An argument of a node: what stands there is another node once hooks are in the graph."""
+
+    user: Node
+    position: int
+
+    @property
+    def node(self) -> Node:
+        return cast("Node", self.user.args[self.position])
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of the backward, with an input that is rounded.
+
+    Attributes:
+        inputs: where the input is read.
+        mean, rstd: where the statistics are read.
+        eps: what is added to the variance.
+        shape: the input in groups.
+        dims: the dimensions of `shape` that a group has.
+    """
+
+    inputs: tuple[_Place, ...]
+    mean: _Place
+    rstd: _Place
+    eps: float
+    shape: tuple[Any, ...]
+    dims: tuple[int, ...]
+
+
+def norms_of_rounded(bw: GraphModule, boundary: Boundary, units: Iterable[Unit]) -> tuple[Norm, ...]:
+    """The norms of `bw` whose input lossy hooks of `units` will round, or numbers that it is computed from."""
+    rounded = _rounded(bw, units)
+    if not rounded:
+        return ()
+    found = [*_whole_norms(bw, boundary), *_decomposed_norms(bw, boundary)]
+    kept = []
+    for norm in found:
+        inputs = tuple(p for p in norm.inputs if p.node in rounded or (p.node, p.user) in rounded)
+        if inputs and norm.mean.node not in rounded and norm.rstd.node not in rounded:
+            kept.append(replace(norm, inputs=inputs))
+    return tuple(kept)
+
+
+def _rounded(bw: GraphModule, units: Iterable[Unit]) -> set[Any]:
+    """Nodes that are computed from what a lossy hook gives back; for that itself, pairs of it and its readers."""
+    found: set[Any] = set()
+    for unit in units:
+        slots = (unit.saved.bw_node, *(view.bw_node for view in unit.views))
+        readers = [r for packing in unit.packings if packing.hook.lossy for r in packing.readers]
+        found.update((slot, reader) for slot in slots for reader in readers)
+    for node in bw.graph.nodes if found else ():
+        if any(n in found or (n, node) in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+# --- norms that are one operator --------------------------------------------------------------------------------------
+
+
+def _whole_norms(bw: GraphModule, boundary: Boundary) -> Iterator[Norm]:
+    for node in bw.graph.nodes:
+        names = _BACKWARDS.get(target_name(node))
+        if names is None or argument_called("train", node) is False or argument_called("update", node) is False:
+            continue
+        x, mean, rstd = (_place_called(name, node) for name in names)
+        eps = next((e for name in ("eps", "epsilon") if (e := argument_called(name, node)) is not None), None)
+        if x is None or mean is None or rstd is None:
+            continue
+        if eps is None:
+            source = _sources(boundary.reads.forward_node_of.get(mean.node, mean.node))[-1]
+            maker = source.args[0] if source.target is operator.getitem else source
+            eps = argument_called("eps", maker) if isinstance(maker, Node) else None
+        shape: Any = tuple(x.node.meta["val"].shape)
+        dims: Any = [i for i in range(len(shape)) if i != 1]
+        if "layer" in target_name(node):
+            dims = range(len(shape) - len(argument_called("normalized_shape", node)), len(shape))
+        elif "group" in target_name(node):
+            groups = argument_called("group", node)
+            shape = (shape[0], groups, shape[1] // groups, *shape[2:])
+            dims = range(2, len(shape))
+        if isinstance(eps, float):
+            yield Norm((x,), mean, rstd, eps, shape, tuple(dims))
+
+
+def _place_called(name: str, node: Node) -> _Place | None:
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    position = names.index(name)
+    found = position < len(node.args) and isinstance(node.args[position], Node)
+    return _Place(node, position) if found else None
+
+
+# --- norms in pieces, for Inductor ------------------------------------------------------------------------------------
+
+
+def _decomposed_norms(bw: GraphModule, boundary: Boundary) -> Iterator[Norm]:
+    in_backward: dict[Node, list[Node]] = defaultdict(list)  # by the node of the forward that computes the same
+    moved: dict[Node, list[Node]] = defaultdict(list)  # by the node of the forward that is copied or moved
+    for node in bw.graph.nodes:
+        if (made := boundary.reads.forward_node_of.get(node)) is not None:
+            in_backward[made].append(node)
+            moved[_sources(made)[-1]].append(node)
+    calls: list[Any] = [n.args[0] for n in moved if n.target is operator.getitem]
+    for variance in dict.fromkeys(calls):
+        if target_name(variance) != "aten.var_mean.correction" or op_name(variance) not in _NORMS:
+            continue
+        results: dict[Any, Node] = {user.args[1]: user for user in variance.users}
+        sums: list[Any] = [u for u in results[0].users if u.target is _aten.add.Tensor and isinstance(u.args[1], float)]
+        rstds = [user for each in sums for user in each.users if user.target is _aten.rsqrt.default]
+        if not rstds or 1 not in results:
+            continue
+        x: Any = variance.args[0]
+        shape = tuple(x.meta["val"].shape)
+        dims = tuple(sorted(d % len(shape) for d in variance.args[1]))
+        mean, rstd = (_statistic(moved[n], shape, dims) for n in (results[1], rstds[0]))
+        copies = [n for source in _sources(x, inside=True) for n in in_backward[source]]
+        tops = [n for n in copies if not n.args or n.args[0] not in copies]
+        inputs = tuple(place for n in tops for place in _read_by_norms(n))
+        if mean is not None and rstd is not None and inputs:
+            yield Norm(inputs, mean, rstd, sums[0].args[1], shape, dims)
+
+
+def _sources(node: Node, *, inside: bool = False) -> list[Node]:
+    """`node`, and what it is a copy or another shape of; with `inside` only up to what the norm itself was given."""
+    found = [node]
+    while target_name(node) in _COPIES and (not inside or op_name(node) in _NORMS):
+        node = node.all_input_nodes[0]
+        found.append(node)
+    return found
+
+
+def _statistic(nodes: Iterable[Node], shape: Sequence[Any], dims: Sequence[int]) -> _Place | None:
+    """Where the first of `nodes` is read that has one number for each group."""
+    for node in nodes:
+        value = node.meta["val"]
+        if node.users and any(map(value.dim().__eq__, (len(shape), len(shape) - len(dims)))):
+            kept = [i for i in range(len(shape)) if i not in dims]
+            sizes = value.shape if value.dim() < len(shape) else [value.shape[i] for i in kept]
+            if all(map(same_size, sizes, [shape[i] for i in kept])) and same_size(value.numel(), math.prod(sizes)):
+                user = next(iter(node.users))
+                return _Place(user, user.args.index(node)) if node in user.args else None
+    return None
+
+
+def _read_by_norms(node: Node) -> Iterator[_Place]:
+    for user in node.users:
+        if op_name(user) in _NORMS or op_name(user) in _BACKWARDS:
+            yield from (_Place(user, i) for i, a in enumerate(user.args) if a is node)
+
+
+# --- the rewrite ------------------------------------------------------------------------------------------------------
+
+
+def restore_moments(bw: GraphModule, norms: Iterable[Norm]) -> None:
+    """Have `norms` read their rounded inputs with the mean and the variance that were saved. In place."""
+    for norm in norms:
+        for x in dict.fromkeys(place.node for place in norm.inputs):
+            readers = [place for place in norm.inputs if place.node is x]
+            first = min(place.user for place in readers)
+            for node in sorted(with_inputs([norm.mean.node, norm.rstd.node])):
+                if node.op != "placeholder" and node > first:
+                    first.prepend(node)
+            with bw.graph.inserting_before(first):
+                if (made := _restored(bw.graph, x, norm)) is None:
+                    continue
+                narrow = _converted(bw.graph, made, x.meta["val"].dtype)
+            for place in readers:
+                is_cast = target_name(place.user) in tables.CONVERSIONS
+                place.user.update_arg(place.position, made if is_cast else narrow)
+            if not narrow.users:
+                bw.graph.erase_node(narrow)
+
+
+def _restored(graph: Graph, x: Node, norm: Norm) -> Node | None:
+    """`x` with the mean and variance of `norm`, at least in single precision; None if its sizes are not known."""
+    value: torch.Tensor = x.meta["val"]
+    sizes, own_sizes = _sizes(graph, norm.shape, x), _sizes(graph, value.shape, x)
+    if sizes is None or own_sizes is None:
+        return None
+    same = len(sizes) == value.dim() and all(map(same_size, norm.shape, value.shape))
+    dtype = value.dtype if value.dtype in _WIDE else torch.float32
+    y = _converted(graph, x, dtype)
+    y = y if same else call(graph, _aten.reshape.default, y, sizes)
+    moments = call(graph, _aten.var_mean.correction, y, list(norm.dims), correction=0, keepdim=True)
+    variance, mean = (call(graph, operator.getitem, moments, i) for i in range(2))
+    exact_mean, rstd = (_for_groups(graph, place.node, norm, dtype) for place in (norm.mean, norm.rstd))
+    tolerance = 4 * torch.finfo(norm.rstd.node.meta["val"].dtype).eps
+    scale = _scale(graph, variance, mean, rstd, norm.eps, tolerance)
+    offset = call(graph, _aten.sub.Tensor, exact_mean, call(graph, _aten.mul.Tensor, mean, scale))
+    made = call(graph, _aten.add.Tensor, call(graph, _aten.mul.Tensor, y, scale), offset)
+    return made if same else call(graph, _aten.reshape.default, made, own_sizes)
+
+
+def _scale(graph: Graph, variance: Node, mean: Node, rstd: Node, eps: float, tolerance: float) -> Node:
+    """What deviations are multiplied with, so that their variance is the saved one.
+
+    The variance of normalized numbers is `1 - eps * rstd**2`, which is known to some roundings of `rstd`. Within these
+    it may be that of the rounded numbers. It is 0 where all of a group came back equal, but for the sum in their mean.
+    """
+
+    def times(a: Node, b: Node | float) -> Node:
+        return call(graph, _aten.mul.Tensor, a, b)
+
+    rounded = times(times(variance, rstd), rstd)
+    exact = call(graph, _aten.add.Tensor, times(times(rstd, rstd), -eps), 1.0)
+    low, high = (call(graph, _aten.add.Tensor, exact, d) for d in (-tolerance, tolerance))
+    wanted = call(graph, _aten.minimum.default, call(graph, _aten.maximum.default, rounded, low), high)
+    noise = times(times(mean, _NOISE), rstd)
+    is_spread = call(graph, _aten.gt.Tensor, rounded, times(noise, noise))
+    ratio = call(graph, _aten.sqrt.default, call(graph, _aten.div.Tensor, wanted, rounded))
+    return call(graph, _aten.where.self, is_spread, ratio, times(rstd, 0.0))
+
+
+def _for_groups(graph: Graph, statistic: Node, norm: Norm, dtype: torch.dtype) -> Node:
+    """`statistic` with a dimension of size 1 for each that a group has."""
+    node = _converted(graph, statistic, dtype)
+    for dim in norm.dims if node.meta["val"].dim() < len(norm.shape) else ():
+        node = call(graph, _aten.unsqueeze.default, node, dim)
+    return node
+
+
+def _converted(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
+    if node.meta["val"].dtype is dtype:
+        return node
+    return call(graph, torch.ops.prims.convert_element_type.default, node, dtype)
+
+
+def _sizes(graph: Graph, shape: Iterable[Any], like: Node) -> list[Any] | None:
+    """`shape` for a view of `like`: symbolic sizes are read off it, and one may be what is left."""
+    known = {expression(n): i for i, n in enumerate(like.meta["val"].shape)}
+    found: list[Any] = []
+    for size in shape:
+        if isinstance(size, int):
+            found.append(size)
+        elif expression(size) in known:
+            found.append(call(graph, _aten.sym_size.int, like, known[expression(size)]))
+        else:
+            found.append(-1)
+    return found if found.count(-1) < 2 else None
