@@ -34,6 +34,7 @@ from oracle import EAGER_LOST, HOOKS, Verdict, compare, format_failures
 __all__ = ["Program", "check", "generate", "shrink"]
 
 ROWS, COLUMNS = 16, 32
+NO_PROGRAM = "raises_without_hooks"
 TIMEOUT = 120  # seconds for one program
 PRODUCTS = ("{a} @ w{i} * 0.2", "F.linear({a}, w{i}, bias) * 0.2", "torch.einsum('nd,de->ne', {a}, w{i}) * 0.2")
 SMOOTH = (
@@ -333,13 +334,24 @@ def run_seed(seed: int, inner: str, shrinks: bool, magnitudes: tuple[float, floa
                 program = shrink(program, fails)
                 verdicts = check(program, inner)
     except Exception as e:
-        return {"seed": seed, "ok": False, "kinds": ["no program"], "text": f"{type(e).__name__}: {e}\n{program.code}"}
+        kind = NO_PROGRAM if raises_without_hooks(program) else "raises"
+        text = f"{type(e).__name__}: {e}\n{program.code}"
+        return {"seed": seed, "ok": kind == NO_PROGRAM, "kinds": [kind], "text": text}
     finally:
         signal.alarm(0)
     ok = all(v.ok for v in verdicts)
     text = "" if ok else f"{program.dtype}, {program.magnitude:.3g}\n{program.code}{format_failures(verdicts)}"
     packed = sum(v.packed_count for v in verdicts)
     return {"seed": seed, "ok": ok, "kinds": sorted({v.kind for v in verdicts}), "packed": packed, "text": text}
+
+
+def raises_without_hooks(program: Program) -> bool:
+    """Whether the program itself raises, in eager mode: a loss of numbers that are not finite does, say."""
+    try:
+        program.function()(*program.inputs())
+    except Exception:
+        return True
+    return False
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -355,7 +367,7 @@ def main(arguments: list[str] | None = None) -> int:
     seeds = range(options.first, options.first + options.count)
     magnitudes = tuple(options.magnitudes)
     one = functools.partial(run_seed, inner=options.inner, shrinks=options.shrink, magnitudes=magnitudes)
-    counts = {"programs": 0, "failed": 0, "with_something_packed": 0, "worse_where_eager_is_lost": 0}
+    counts = {"programs": 0, "failed": 0, "with_something_packed": 0, "worse_where_eager_is_lost": 0, NO_PROGRAM: 0}
     failing = []
     with multiprocessing.get_context("spawn").Pool(options.workers, maxtasksperchild=200) as pool:
         for result in pool.imap_unordered(one, seeds):
@@ -363,6 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
             counts["failed"] += not result["ok"]
             counts["with_something_packed"] += bool(result.get("packed"))
             counts["worse_where_eager_is_lost"] += EAGER_LOST in result["kinds"]
+            counts[NO_PROGRAM] += NO_PROGRAM in result["kinds"]
             if not result["ok"]:
                 failing.append(result["seed"])
                 print(f"seed {result['seed']}: {', '.join(result['kinds'])}\n{result['text']}\n", flush=True)
