@@ -36,14 +36,13 @@ _aten = torch.ops.aten
 _COPIES = tables.MOVES | tables.CONVERSIONS
 # Operators that subtract a mean: their names, and the arguments of their backwards that are input, mean and rstd.
 _NORMS = tables.NORMALIZE - {"aten._fused_rms_norm.default"}
-_SAVED = ("input", "save_mean", "save_invstd"), ("input", "save_mean", "save_var")
 _BACKWARDS = {
     "aten.native_layer_norm_backward.default": ("input", "mean", "rstd"),
     "aten.native_group_norm_backward.default": ("input", "mean", "rstd"),
-    "aten.native_batch_norm_backward.default": _SAVED[0],
-    "aten.batch_norm_backward.default": _SAVED[1],
-    "aten.cudnn_batch_norm_backward.default": _SAVED[1],
-    "aten.miopen_batch_norm_backward.default": _SAVED[1],
+    "aten.native_batch_norm_backward.default": ("input", "save_mean", "save_invstd"),
+    "aten.batch_norm_backward.default": ("input", "save_mean", "save_var"),
+    "aten.cudnn_batch_norm_backward.default": ("input", "save_mean", "save_var"),
+    "aten.miopen_batch_norm_backward.default": ("input", "save_mean", "save_var"),
 }
 _WIDE = (torch.float32, torch.float64)
 # Roundings of float32 that the mean of equal numbers may be off by, relative to the mean: 2**-20, 8 of them. A spread
@@ -160,9 +159,10 @@ def _decomposed_norms(bw: GraphModule, boundary: Boundary) -> Iterator[Norm]:
         if target_name(variance) != "aten.var_mean.correction" or op_name(variance) not in _NORMS:
             continue
         results: dict[Any, Node] = {user.args[1]: user for user in variance.users}
-        sums: list[Any] = [u for u in results[0].users if u.target is _aten.add.Tensor and isinstance(u.args[1], float)]
+        of_variance: Any = results[0].users if len(results) == 2 else ()
+        sums = [u for u in of_variance if u.target is _aten.add.Tensor and isinstance(u.args[1], float)]
         rstds = [user for each in sums for user in each.users if user.target is _aten.rsqrt.default]
-        if not rstds or 1 not in results:
+        if not rstds:
             continue
         x: Any = variance.args[0]
         shape = tuple(x.meta["val"].shape)
@@ -188,7 +188,7 @@ def _statistic(nodes: Iterable[Node], shape: Sequence[Any], dims: Sequence[int])
     """Where the first of `nodes` is read that has one number for each group."""
     for node in nodes:
         value = node.meta["val"]
-        if node.users and any(map(value.dim().__eq__, (len(shape), len(shape) - len(dims)))):
+        if node.users and value.dim() in (len(shape), len(shape) - len(dims)):
             kept = [i for i in range(len(shape)) if i not in dims]
             sizes = value.shape if value.dim() < len(shape) else [value.shape[i] for i in kept]
             if all(map(same_size, sizes, [shape[i] for i in kept])) and same_size(value.numel(), math.prod(sizes)):
