@@ -33,7 +33,7 @@ from .dedup_copies import dedup_copies
 from .edits import log, show
 from .gathers import regather, with_gathers
 from .inline import inline, lift_constants
-from .moments import norms_of_rounded, restore_moments
+from .norm_inputs import norms_of_rounded, restore_norm_inputs
 from .plan import NOTHING, UNCOPIED, Choice, Decision, Plan, Unpacked, decide
 from .results import save_results, with_results
 from .split import split_decisions
@@ -99,7 +99,7 @@ def rewrite(
             units = choose_positions(units, fw, planned=options.trace is not None)
         norms = norms_of_rounded(bw, cross, units)
         units = inline(fw, bw, cross, units)
-        restore_moments(bw, norms)
+        restore_norm_inputs(bw, norms)
         if options.for_inductor:
             _form_for_inductor(fw, bw, units)
         choices, units, transfers = _place_transfers(

@@ -206,7 +206,7 @@ def _read_by_norms(node: Node) -> Iterator[_Place]:
 # --- the rewrite ------------------------------------------------------------------------------------------------------
 
 
-def restore_moments(bw: GraphModule, norms: Iterable[Norm]) -> None:
+def restore_norm_inputs(bw: GraphModule, norms: Iterable[Norm]) -> None:
     """Have `norms` read their rounded inputs with the mean and the variance that were saved. In place."""
     for norm in norms:
         for x in dict.fromkeys(place.node for place in norm.inputs):
