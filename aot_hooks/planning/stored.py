@@ -78,7 +78,7 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedPlan:
     """What was planned for a graph.
 
     Attributes:
@@ -99,12 +99,12 @@ class Saved:
 class Loaded:
     """A loaded plan of one graph. `graphs`: all those of its step, by number."""
 
-    saved: Saved
+    saved: SavedPlan
     step: _Step | None
-    graphs: Mapping[int, Saved]
+    graphs: Mapping[int, SavedPlan]
 
 
-_made: dict[str, tuple[Saved, many.Graph | None]] = {}
+_made: dict[str, tuple[SavedPlan, many.Graph | None]] = {}
 _unsaved: dict[str, str] = {}  # by a program's digest: why its plan can't be saved
 _loaded: dict[str, Loaded] = {}
 _warned: set[str] = set()
@@ -128,7 +128,7 @@ def note(
         if len(plans) > 1 or None in recipes:
             _unsaved[program.digest] = f"a graph under {program.budget} has {len(plans)} plans, or a nested one"
             return
-        _made[program.digest] = Saved(program, mode, recipes[0], recipes[1] if tight_plans else None), graph
+        _made[program.digest] = SavedPlan(program, mode, recipes[0], recipes[1] if tight_plans else None), graph
 
 
 # --- to data ----------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def load(data: Mapping[str, Any], programs: Sequence[Program]) -> int:
     All or nothing: `KeyError`, `IndexError`, `TypeError` or `ValueError` for data of another form.
     """
     steps = of_json(tuple[_Step, ...], data["steps"])
-    found = of_json(tuple[Saved, ...], data["graphs"])
+    found = of_json(tuple[SavedPlan, ...], data["graphs"])
     found = [replace(saved, program=program) for saved, program in zip(found, programs, strict=True)]
     loaded = []
     for i, saved in enumerate(found):
@@ -264,7 +264,7 @@ def _restore(group: many.Group, loaded: Loaded) -> None:
         group.time = StepTime(step.slowness, is_known=True)
 
 
-def _graph_of(group: many.Group, saved: Saved) -> many.Graph:
+def _graph_of(group: many.Group, saved: SavedPlan) -> many.Graph:
     known = {each.name: getattr(saved.state, each.name) for each in fields(_State)}
     planned = saved.mode is Mode.PLANNED
     recipes: dict[str, Any] = {"recipe": saved.recipe, "tight_recipe": saved.tight}
