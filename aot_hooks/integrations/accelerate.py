@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import compile_regions
 
 from ..errors import OptionError
+from ..options import with_arguments
 from .training import COMPILED_ONCE, Training
 
 
@@ -44,3 +47,28 @@ class hooks(Training):  # a context manager, named as one
         metrics = self.metrics()
         self.accelerator.log(metrics, step=step)
         return metrics
+
+
+def compile_model(
+    model: torch.nn.Module,
+    policy: Any = None,
+    *,
+    scope: str = "donated",
+    regional: bool = False,
+    check: bool | float = False,
+    **settings: Any,
+) -> torch.nn.Module:
+    """`model` compiled by backend="aot_hooks", for `accelerator.prepare`, which does not compile it again.
+
+    Args:
+        policy, scope: of saved tensors that no context covers.
+        check: compare the gradients of the first step with those without hooks, as in `aot_hooks.enable`.
+        regional: compile one block of each repeated class, as Accelerate does it: repeated blocks share their graphs.
+        settings: of `torch.compile`; `options` are those of the backend.
+
+    Raises `OptionError` for a wrong argument.
+    """
+    options = with_arguments(policy, scope, settings.pop("options", None), check)
+    compile_it: Any = compile_regions if regional else torch.compile
+    compiled: torch.nn.Module = compile_it(model, backend="aot_hooks", options=options, **settings)
+    return compiled

@@ -31,7 +31,7 @@ def check(name: str, inner: str, hooks: tuple[str, ...]) -> None:
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PROGRAMS]
 )
 def test_a_hook_costs_a_model_no_more_than_in_eager_mode(name: str) -> None:
-    check(name, "aten", oracle.TWO_KINDS if name in QUICK else oracle.ONE_KIND)
+    check(name, "aten", oracle.TWO_KINDS)
 
 
 @pytest.mark.slow

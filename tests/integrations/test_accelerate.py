@@ -14,13 +14,12 @@ from torch._dynamo.utils import counters
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from accelerate.utils import compile_regions  # noqa: E402
 from trained import ATEN, TEXT, gpt2, llama  # noqa: E402
 
 import aot_hooks  # noqa: E402
 from aot_hooks import errors, float8, offload  # noqa: E402
 from aot_hooks.__main__ import main  # noqa: E402
-from aot_hooks.integrations.accelerate import hooks  # noqa: E402
+from aot_hooks.integrations.accelerate import compile_model, hooks  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("stock_is_aten")
 
@@ -147,11 +146,10 @@ def test_regions_count_for_each_block() -> None:
 
 
 @pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
-def test_a_model_compiled_before_is_not_compiled_again(regional: bool) -> None:
+def test_a_model_compiled_by_the_helper_is_not_compiled_again(regional: bool) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     stock = train(accelerator, llama())
-    compile_it = compile_regions if regional else torch.compile
-    model = compile_it(llama(), backend="aot_hooks", options={**ATEN, "policy": offload(min_bytes=0)})
+    model = compile_model(llama(), offload(min_bytes=0), regional=regional, options=ATEN)
     counters.clear()
     assert train(accelerator, model) == pytest.approx(stock, rel=1e-5)
     assert counters["stats"]["unique_graphs"] >= 1
@@ -251,6 +249,13 @@ def test_a_batch_that_runs_no_graphs_is_warned_of_once() -> None:
             logged.append("aot_hooks/packed_mib" in training.log(length))
     assert logged == [True, True, False, False, False]
     assert len([w for w in warned if w.category is errors.UnusedWarning]) == 1
+
+
+def test_the_helper_refuses_wrong_arguments_at_once() -> None:
+    with pytest.raises(errors.OptionError, match="pass policy="):
+        compile_model(llama(), options={"policy": float8()})
+    with pytest.raises(errors.OptionError, match="got 3"):
+        compile_model(llama(), 3)
 
 
 def test_a_script_follows_the_configuration_file_of_accelerate_and_the_policy_of_run(

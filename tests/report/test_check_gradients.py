@@ -107,7 +107,7 @@ def test_dropout_is_the_same_also_where_a_budget_draws_random_numbers() -> None:
     layers = [nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True) for _ in range(2)]
     model, x = nn.Sequential(*layers), torch.randn(4, 16, 32, requires_grad=True)
     stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP, inner="aten").peak_bytes
-    policy = aot_hooks.budget(f"{int(0.65 * stock)}B", allow=["int4", "recompute"], max_error=1)
+    policy = aot_hooks.budget(f"{int(0.59 * stock)}B", allow=["int4", "recompute"], max_error=1)
     report = check(model, x, policy=policy)
     assert {d.hook.name for d in report.plan.decisions} >= {"int4(32, stochastic)", "recompute"}
     assert report.same_random_numbers and report.output_error < 1e-5 and 0 < report.error < 0.2
