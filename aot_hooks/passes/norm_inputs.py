@@ -48,6 +48,8 @@ _WIDE = (torch.float32, torch.float64)
 # Roundings of float32 that the mean of equal numbers may be off by, relative to the mean: 2**-20, 8 of them. A spread
 # below it is noise, since a hook rounds to steps that are wider.
 _NOISE = 2.0**-20
+# Roundings of rstd's dtype to which `1 - eps * rstd**2` is known: rstd's own counts twice; the product and the sum.
+_ROUNDINGS = 4
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,11 @@ def norms_of_rounded(bw: GraphModule, boundary: Boundary, units: Iterable[Unit])
 
 
 def _rounded(bw: GraphModule, units: Iterable[Unit]) -> set[Any]:
-    """Nodes that are computed from what a lossy hook gives back; for that itself, pairs of it and its readers."""
+    """The values of `bw` that bear a rounding.
+
+    A slot that a lossy hook unpacks is there as a pair with each reader, since other readers may get it exactly. A
+    value that is computed from such a slot is there as a node.
+    """
     found: set[Any] = set()
     for unit in units:
         slots = (unit.saved.bw_node, *(view.bw_node for view in unit.views))
@@ -127,9 +133,9 @@ def _whole_norms(bw: GraphModule, boundary: Boundary) -> Iterator[Norm]:
             eps = argument_called("eps", maker) if isinstance(maker, Node) else None
         shape: Any = tuple(x.node.meta["val"].shape)
         dims: Any = [i for i in range(len(shape)) if i != 1]
-        if "layer" in target_name(node):
+        if node.target is _aten.native_layer_norm_backward.default:
             dims = range(len(shape) - len(argument_called("normalized_shape", node)), len(shape))
-        elif "group" in target_name(node):
+        elif node.target is _aten.native_group_norm_backward.default:
             groups = argument_called("group", node)
             shape = (shape[0], groups, shape[1] // groups, *shape[2:])
             dims = range(2, len(shape))
@@ -239,7 +245,7 @@ def _restored(graph: Graph, x: Node, norm: Norm) -> Node | None:
     moments = call(graph, _aten.var_mean.correction, y, list(norm.dims), correction=0, keepdim=True)
     variance, mean = (call(graph, operator.getitem, moments, i) for i in range(2))
     exact_mean, rstd = (_for_groups(graph, place.node, norm, dtype) for place in (norm.mean, norm.rstd))
-    tolerance = 4 * torch.finfo(norm.rstd.node.meta["val"].dtype).eps
+    tolerance = _ROUNDINGS * torch.finfo(norm.rstd.node.meta["val"].dtype).eps
     scale = _scale(graph, variance, mean, rstd, norm.eps, tolerance)
     offset = call(graph, _aten.sub.Tensor, exact_mean, call(graph, _aten.mul.Tensor, mean, scale))
     made = call(graph, _aten.add.Tensor, call(graph, _aten.mul.Tensor, y, scale), offset)
