@@ -61,8 +61,8 @@ class CannotCompare(CudaGraphError):
 Entry = tuple[Any, Any]  # a dict and a key, or a list and all of it as a slice
 
 
-# Variables of a function and the like, which are no container of Python's: what reads them, what writes them, the
-# values of the snapshot.
+# Values that lie in no dict and no list, such as the variables of a function. Its parts are a function that reads them
+# all, a function that writes them all, and the values of the snapshot.
 View = tuple[Callable[[], list[Any]], Callable[[list[Any]], Any], list[Any]]
 
 

@@ -136,7 +136,12 @@ class Ranks:
         return first if has_failed else first._replace(reason=f"on rank {rank}, {first.reason}")
 
     def _shared(self, applying: Collection[int], flags: int) -> tuple[int, list[int]]:
-        """Exchange what each rank could do: the flags that all ranks set, and the recordings that apply on all."""
+        """Tell the other ranks what this one could do. Returns what all of them could: flags, numbers of recordings.
+
+        Args:
+            applying: the numbers of the recordings that apply here.
+            flags: one bit for each other thing that this rank could do.
+        """
         words = [flags, *[0] * WORDS]
         for number in applying:
             words[1 + number // BITS] |= 1 << number % BITS

@@ -1,9 +1,9 @@
 """What is known of one step, what it has recorded, and the memory that its graphs share. whole.py adds how calls run.
 
-known    numbers that change, tensors that it stores, objects that it was called with, whether it reads gradients:
-         calls and captures find this out, and the next snapshot and the next capture allow for it
-by key   recordings, in the order in which they were made; the snapshot of the last warm-up
-a pool   their graphs, and gradients that replays have given out: no capture and no other replay may write there
+known    calls and captures find out which numbers change, which tensors the step stores, whether it reads gradients.
+         The next snapshot and the next capture allow for that
+by key   the recordings of a key lie in the order in which they were made, beside the snapshot of its last warm-up
+a pool   the memory of all graphs, and of gradients that replays have given out
 """
 
 from __future__ import annotations
