@@ -19,6 +19,7 @@ and what a called method reads elsewhere are not looked at: docs/footguns.md lis
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import operator
 import pickle
@@ -105,7 +106,7 @@ class HostState:
         self._order = [*chain.from_iterable(self._ordered)]
         self._full, self._empty = [d for d in self._dicts if d], [d for d in self._dicts if not d]
         self._indices = {id(d): i for i, d in enumerate(self._full)}
-        self._copy_of = {id(d): copy for d, copy in zip(self._dicts, self._copies, strict=False)}
+        self._copy_of = {id(d): each for d, each in zip(self._dicts, self._copies, strict=False)}
         self._hooked = [x for x in (*self.tensors.values(), *self.spread.values()) if x.requires_grad]
         self._hooks = [*map(torch_cuda.gradient_hooks, self._hooked)]
         self.note_versions()
@@ -156,11 +157,18 @@ class HostState:
 
     def accept(self, container: dict[Any, Any], key: Any) -> None:
         """Replace the snapshot's value of `container[key]` by the current one."""
-        copy = self._copy_of.get(id(container))
-        if copy is not None:
-            copy[key] = container[key]
-            if id(container) in self._indices and _same(container, copy) and _same(container.values(), copy.values()):
+        saved = self._copy_of.get(id(container))
+        if saved is not None:
+            saved[key] = container[key]
+            if id(container) in self._indices and _same(container, saved) and _same(container.values(), saved.values()):
                 self._versions[self._indices[id(container)]] = torch_cuda.dict_version(container)
+
+    def copied(self) -> HostState:
+        """The same snapshot, for another recording: what one of the two accepts is a change to the other."""
+        other = copy.copy(self)
+        other._copies, other._versions = [each.copy() for each in self._copies], [*self._versions]
+        other._copy_of = {id(d): each for d, each in zip(other._dicts, other._copies, strict=False)}
+        return other
 
     def stored(self) -> dict[str, Entry]:
         """Entries of dicts, and lists, that hold other values than in the snapshot, by path."""
@@ -170,8 +178,8 @@ class HostState:
             for key, value in container.items()
             if self._copy_of[id(container)].get(key, MISSING) is not value
         }
-        copies = zip(self._lists, self._copies[len(self._dicts) :], strict=True)
-        others = [each for each, copy in copies if isinstance(each, list) and not _same(each, copy)]
+        lists = zip(self._lists, self._copies[len(self._dicts) :], strict=True)
+        others = [each for each, saved in lists if isinstance(each, list) and not _same(each, saved)]
         return entries | {f"{self._seen[id(each)][1]}{ALL}": (each, slice(None)) for each in others}
 
     def restore(self) -> None:
@@ -179,8 +187,8 @@ class HostState:
         with contextlib.ExitStack() as stack:
             for view in self._views:
                 stack.callback(_restore_view, *view)
-            for container, copy in zip((*self._dicts, *self._lists), self._copies, strict=True):
-                stack.callback(_restore_container, container, copy)
+            for container, saved in zip((*self._dicts, *self._lists), self._copies, strict=True):
+                stack.callback(_restore_container, container, saved)
             for owner, own in zip(self._owners, self._attribute_dicts, strict=True):
                 if owner.__dict__ is not own:
                     stack.callback(object.__setattr__, owner, "__dict__", own)

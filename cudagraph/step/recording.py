@@ -121,7 +121,7 @@ class StepRecording:
         if now is not None:
             if not self.host.differences(now).keys() <= self.numbers.places.keys() <= now.places.keys():
                 return False
-            self.host = now
+            self.host = now.copied()
             self.numbers.follow(now.places)
             self.outputs.follow(now.outputs)
         if self.numbers:
