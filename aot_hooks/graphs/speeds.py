@@ -1,4 +1,4 @@
-"""How fast a device is: rates, and attention alone, each measured once in a process.
+"""How fast a device is: rates, and attention alone, each measured once in a process, and once for all ranks of a job.
 
 Fused attention is measured for its sizes, because its speed hangs on the size of the heads, on masks and on dropout: by
 a factor of three on an H100, where a product of matrices is within a tenth of what the rate says. A CPU has no copy
@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from ..errors import OptionError
+from ..torch_private import ranks
 from ..torch_private import values as torch_values
 from .nodes import argument_called
 
@@ -84,7 +85,9 @@ def _measured(index: int) -> Rates:
             "operations32": 2 * 4096**3 / _seconds(lambda: a @ a),
         }
     # two digits, so that another process finds the same plan
-    return Rates(**{name: float(f"{rate:.1e}") for name, rate in speeds.items()})
+    own = " ".join(f"{rate:.1e}" for rate in speeds.values())
+    found = ranks.agreed(f"rates of {torch.cuda.get_device_name(index)}", own)
+    return Rates(**dict(zip(speeds, map(float, found.split()), strict=True)))
 
 
 def _seconds(work: Callable[[], Any]) -> float:
@@ -175,6 +178,6 @@ def _alone_ms(target: Any, spec: Any, typed_leaves: tuple[tuple[type, Any], ...]
         except Exception as error:  # an estimate must not break a compilation
             log.info("%s was not measured: %s", target, error)
             return None
-    if ms < _LEAST_MS:
-        return None
-    return float(f"{ms * whole[0] * whole[1] / (samples * heads):.1e}")
+    own = f"{ms * whole[0] * whole[1] / (samples * heads):.1e}" if ms >= _LEAST_MS else ""
+    found = ranks.agreed(f"ms of {target} of {leaves} on {torch.cuda.get_device_name(index)}", own)
+    return float(found) if found else None

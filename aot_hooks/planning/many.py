@@ -81,6 +81,7 @@ class Graph:
         sizes: the products of symbolic sizes that its bytes are for. A call of larger ones gets a graph of its own.
         grown: how many graphs for smaller sizes were before it.
         frees_inputs: nothing else holds what passes from one of its calls to the next, see steps/parameters.py.
+        digest: of its content, by which its group knows it.
         program: the digest of what its plans depend on, see stored.py; "" if nobody asked for it.
         recipe, tight_recipe: loaded plans of its versions, to be made in place of a search.
         codes: weak references to the code of its functions.
@@ -102,6 +103,7 @@ class Graph:
     sizes: Products = field(default_factory=dict)
     grown: int = 0
     frees_inputs: bool = False
+    digest: str = ""
     program: str = ""
     recipe: Recipe | None = None
     tight_recipe: Recipe | None = None
@@ -457,7 +459,8 @@ class Group:
                 why = f"they were, {_MOST_COMPILED} times"
             self.busy = self.busy + 1 if why == dynamo.BUSY else 0
             predicted_ms = sum(call.what.ms for call in step.calls)
-            if not why and "offload" in self.budget.allow and self.time.waits(step.began, predicted_ms):
+            program = f"{self.budget!r} {[graph.digest for graph in graphs]}"
+            if not why and "offload" in self.budget.allow and self.time.waits(step.began, predicted_ms, program):
                 self.notes_parameters = self.needs_plan = True
                 return
             if not why:
@@ -570,7 +573,7 @@ def graph_of(
             headroom, grown = _HEADROOM if graph.grown else 1, graph.grown + 1
             graph = Graph(group, sizes={k: int(headroom * n) for k, n in sizes.items()}, grown=grown)
             group.graphs[digest] = graph
-        graph.program = program
+        graph.digest, graph.program = digest, program
         return graph
 
 

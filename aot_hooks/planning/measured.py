@@ -30,6 +30,7 @@ from ..passes.plan import Plan
 from ..steps.schedule import DECIDED_LATER
 from ..torch_private import dynamo
 from ..torch_private.autograd import at_end_of_backward
+from ..torch_private.ranks import agreed
 from .assignment import UNSEEN, Assignment
 from .step import ALONE
 
@@ -143,8 +144,11 @@ class StepTime:
         """A step has ended. What is compiled from now on counts for the next one."""
         self._compiled_before = self._compiled
 
-    def waits(self, began: Any, predicted_ms: float) -> bool:
-        """Whether a plan has to wait for the next step: the one that `began` compiled something. At most once."""
+    def waits(self, began: Any, predicted_ms: float, of: str = "") -> bool:
+        """Whether a plan has to wait for the next step: the one that `began` compiled something. At most once.
+
+        `of`: the step's program, by which ranks take over what one of them has measured.
+        """
         if self.is_known or self._clock is None:
             return False
         mark, compiled_before = began or (None, -1)
@@ -152,7 +156,8 @@ class StepTime:
             self.is_known, self._has_waited = self._has_waited, True
             return not self.is_known
         self.is_known = True
-        self.slowness = slowness(self._clock.ms_since(mark), predicted_ms)
+        own = slowness(self._clock.ms_since(mark), predicted_ms)
+        self.slowness = float(agreed(f"slowness of {of}", repr(own)))
         log.info("a step takes %.2f times as long as predicted, in quarters", self.slowness)
         return False
 

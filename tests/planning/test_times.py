@@ -273,6 +273,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(speeds, "_seconds", seconds)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.random, "fork_rng", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(speeds, "_cuda", lambda _: torch.device("cpu"))
     return found

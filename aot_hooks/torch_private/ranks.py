@@ -1,0 +1,30 @@
+"""What the ranks of a job have in common without waiting for each other: the store through which they met.
+
+    rank 0 measures 50.1 GB/s --agreed--> 50.1      the first to come says it
+    rank 1 measures 51.4 GB/s --agreed--> 50.1      the others take it over
+
+Uses `torch.distributed.distributed_c10d._get_default_store`, torch 2.11 to 2.15; it has no public name.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+_PREFIX = "aot_hooks: "
+
+
+def agreed(name: str, value: str) -> str:
+    """The value that the first rank of the job gave for `name`; `value` if this rank is the first, or the only one.
+
+    Ranks that plan one program must plan from the same numbers: one that sends other tensors than the rest stalls
+    where they do not, and each exchange makes all of them wait for it. No rank waits here, so it may be called by some
+    ranks only, and in any order.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return value
+    try:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        return bytes(store.compare_set(_PREFIX + name, "", value)).decode()
+    except RuntimeError:  # a store that can't, such as torch's fake one, or whose host is gone
+        return value

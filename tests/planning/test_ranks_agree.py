@@ -1,0 +1,84 @@
+"""What one rank has measured, the others plan with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import group_of_one
+
+from aot_hooks.graphs import speeds
+from aot_hooks.planning.measured import StepTime
+from aot_hooks.torch_private.ranks import agreed
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process as both ranks of a job, which share a store."""
+    with group_of_one():
+        monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+        yield
+
+
+def test_the_first_rank_says_it(two_ranks: None) -> None:
+    assert [agreed("a", "1"), agreed("a", "2"), agreed("b", "3"), agreed("b", ""), agreed("a", "1")] == [*"11331"]
+    assert [agreed("c", ""), agreed("c", "")] == ["", ""]
+
+
+def test_a_process_alone_keeps_its_own() -> None:
+    assert agreed("a", "1") == "1" and agreed("a", "2") == "2"
+    with group_of_one():
+        assert agreed("a", "1") == "1" and agreed("a", "2") == "2"
+
+
+def test_a_store_that_can_not_agree_is_no_error(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise dist.DistStoreError("the host of the store is gone")
+
+    monkeypatch.setattr(dist.HashStore, "compare_set", fails)
+    monkeypatch.setattr(dist.PrefixStore, "compare_set", fails)
+    assert [agreed("a", "1"), agreed("a", "2")] == ["1", "2"]
+
+
+def test_attention_takes_as_long_on_all_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ms(seconds: float, *sizes: int) -> float | None:
+        speeds._alone_ms.cache_clear()
+        monkeypatch.setattr(speeds, "_seconds", lambda work: seconds)
+        q = torch.empty(sizes, dtype=torch.bfloat16, device="meta")
+        return speeds._alone_ms(torch.ops.aten.add.Tensor, *speeds.leaves_of(((q, q), {})), 0)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.random, "fork_rng", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(speeds, "_cuda", lambda _: torch.device("cpu"))
+    assert [ms(2e-3, 2, 4, 64, 8), ms(3e-3, 2, 4, 64, 8), ms(3e-3, 4, 4, 64, 8)] == [2.0, 2.0, 3.0]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another GPU")
+    assert ms(4e-3, 2, 4, 64, 8) == 4.0
+
+
+class Clock:
+    def __init__(self, ms: float) -> None:
+        self.ms = ms
+
+    def now(self) -> None:
+        pass
+
+    def ms_since(self, began: Any) -> float:
+        return self.ms
+
+
+def test_a_step_is_as_slow_on_all_ranks(two_ranks: None) -> None:
+    """Else one rank sends much more than the others, and all wait for it in their next exchange."""
+
+    def measured(ms: float, program: str) -> float:
+        time = StepTime(_clock=Clock(ms))  # type: ignore[arg-type]
+        assert not time.waits(time.begins(), 10.0, program) and time.is_known
+        return time.slowness
+
+    assert [measured(12.6, "one"), measured(12.4, "one"), measured(12.4, "another")] == [1.25, 1.25, 1.0]
