@@ -149,10 +149,11 @@ def plan_step(
     stay. Items that start after the first backward stay, too.
 
     With a budget it sends the fewest that leave each moment of the step within its room, with `spare_bytes` more than
-    that. If nothing fits, it sends the fewest that come as near to it as all would.
+    that. If nothing fits, it sends the fewest that come as near to it as all would. Without one it sends as long as
+    compute hides the copies.
 
-    Without one it sends as long as compute hides the copies. Then the smallest stay, up to 2% of the bytes that are
-    sent, if no more than that is held besides.
+    The smallest stay, up to 2% of the bytes that are sent: if larger ones leave as much room, or without a budget if no
+    more than that is held besides.
     """
     items = _Items.of(trace)
     limits: dict[Limits, int] = {}
@@ -177,15 +178,20 @@ def plan_step(
         excess_bytes = None if plan.excess_bytes is None else plan.excess_bytes - spare_bytes
         return replace(plan, excess_bytes=excess_bytes, allowed_ms=allowed_ms, to_host=to_host * LINK)
 
-    plan = plan_of(chosen)
-    if rooms:
-        return _with_fewest(plan, len(chosen), lambda count: plan_of(chosen[:count]))
+    def best_of(several: Sequence[tuple[int, Item]]) -> StepPlan:
+        """The plan that sends of `several` alone what has to go, or what compute hides."""
+        plan = plan_of(several)
+        return _with_fewest(plan, len(several), lambda count: plan_of(several[:count])) if rooms else plan
+
+    plan = best_of(chosen)
     sizes = sorted(item.nbytes for _, item in chosen)
     small_bytes = _SMALL * plan.sent_bytes
     small = bisect.bisect(list(itertools.accumulate(sizes)), small_bytes)
-    if not math.isfinite(allowed_ms) or not 0 < small < len(sizes):
+    if not (rooms or math.isfinite(allowed_ms)) or not 0 < small < len(sizes):
         return plan
-    larger = plan_of([each for each in chosen if each[1].nbytes >= sizes[small]])
+    larger = best_of([each for each in chosen if each[1].nbytes >= sizes[small]])
+    if rooms:
+        return larger if (larger.excess_bytes or 0.0) <= max(0.0, plan.excess_bytes or 0.0) else plan
     holds_more = any(a > b + small_bytes for a, b in zip(larger.held_bytes, plan.held_bytes, strict=True))
     return plan if holds_more else larger
 

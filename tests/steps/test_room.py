@@ -91,6 +91,16 @@ class Link:
         return now
 
 
+@pytest.mark.parametrize(("share", "smallest"), [(0.8, 8), (0.6, 8), (0.4, 8), (0.34, 1)])
+def test_small_items_stay_unless_all_have_to_go(share: float, smallest: int) -> None:
+    """Each copy takes the host as long as a large one: seven of nine items of a call are sent, not all."""
+    trace = trace_of(int(share * KEPT))
+    plan = plan_step(trace, times_of(trace), 55e9, 55e9)
+    sizes = [n for sends in trace.calls for n in sends.nbytes]
+    assert min(n for n, is_sent in zip(sizes, plan.sends, strict=True) if is_sent) == smallest * MIB
+    assert fits(plan) == (smallest > 1)
+
+
 @pytest.mark.parametrize("parts", [1, 3], ids=["one operator a call", "three"])
 @pytest.mark.parametrize("rate", [55e9, 36e9, 20e9])
 def test_a_budget_sends_what_its_peak_needs_and_no_more(rate: float, parts: int) -> None:
