@@ -1,7 +1,7 @@
 """A whole training step as one CUDA graph beside torch's CUDA graph trees: time of a step, and memory.
 
     python benchmarks/bench_whole_step.py --json out.json            needs CUDA; ten minutes, mostly compilation
-    python benchmarks/bench_whole_step.py --only mlp                 half a minute
+    python benchmarks/bench_whole_step.py --only mlp world           a minute
     python benchmarks/bench_whole_step.py --only gpt2 --batches 1    two minutes
     python benchmarks/bench_whole_step.py --small                    a CPU: tiny sizes on the tests' simulator
 
@@ -14,6 +14,9 @@ MLPs of bench_cudagraph_host.py, 32 x 128, synchronized after each step, in micr
     whole_compiled   the same, model compiled by Inductor
     replay           the graph of `whole` launched by hand: the floor
     eager            no graphs, nothing compiled
+
+A world model: an actor and a critic trained on 50 latent steps that a recurrent model imagines, with AdamW, in
+microseconds: `eager`, `whole`, and `kernels`, the time of the kernels of a step alone, by the profiler.
 
 Models: GPT-2 small (12 layers, 768 wide, 1024 tokens) and ViT-B/16 (197 tokens), bfloat16 autocast, fused AdamW, in
 milliseconds: `torch_trees`, and `whole` with the same compiled model. Memory: bytes that the allocator has reserved at
@@ -39,7 +42,8 @@ import cudagraph
 
 DEPTHS = (4, 24)
 BATCHES = (1, 8)
-PARTS = ("mlp", "gpt2", "vit", "memory")
+PARTS = ("mlp", "world", "gpt2", "vit", "memory")
+LATENT_STEPS = 50
 
 
 def medians_us(
@@ -120,6 +124,76 @@ def bench_mlp(depth: int, device: torch.device, *, optimizer: bool, calls: int, 
     if on_gpu:
         ratios = {name: round(us[name] / us["torch_trees"], 3) for name in ("whole", "whole_compiled")}
         row["ratio_to_torch_trees"] = ratios
+    return row
+
+
+class World(nn.Module):
+    """The loss of an actor and a critic over latent steps of a recurrent model, with rewards that it predicts."""
+
+    def __init__(self, width: int, actions: int = 8) -> None:
+        super().__init__()
+
+        def head(outputs: int) -> nn.Sequential:
+            return nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.SiLU(), nn.Linear(width, outputs))
+
+        self.cell, self.actor, self.critic, self.reward = nn.GRUCell(actions, width), head(actions), head(1), head(1)
+
+    def forward(self, h: torch.Tensor, steps: int = LATENT_STEPS, discount: float = 0.97) -> torch.Tensor:
+        values, rewards, entropy = [], [], h.new_zeros(())
+        for _ in range(steps):
+            chances = self.actor(h).softmax(-1)
+            entropy = entropy - (chances * chances.log()).sum(-1).mean()
+            h = self.cell(chances + 0.1 * torch.randn_like(chances), h)
+            values.append(self.critic(h))
+            rewards.append(self.reward(h).tanh())
+        target, losses = values[-1].detach(), []
+        for value, reward in zip(reversed(values[:-1]), reversed(rewards[:-1]), strict=True):
+            target = reward + discount * (0.05 * value.detach() + 0.95 * target)
+            losses.append((value - target.detach()).square().mean() - 0.1 * target.mean())
+        return torch.stack(losses).sum() - 0.01 * entropy
+
+
+def kernels_of(call: Callable[[], Any]) -> tuple[int, float]:
+    """How many kernels and copies a call runs on the GPU, and their microseconds together."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    found = [e for e in profile.events() if e.device_type is torch.autograd.DeviceType.CUDA]
+    return len(found), sum(e.device_time for e in found)
+
+
+def bench_world(device: torch.device, *, width: int, batch: int, steps: int, calls: int, rounds: int) -> dict[str, Any]:
+    cudagraph.reset()
+
+    def step_of() -> Callable[[torch.Tensor], torch.Tensor]:
+        torch.manual_seed(0)
+        model = World(width).to(device)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device.type == "cuda")
+
+        def step(h: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = model(h, steps)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+            adamw.step()
+            adamw.zero_grad()
+            return loss.detach()
+
+        return step
+
+    h = torch.randn(batch, width, device=device)
+    eager, whole = step_of(), cudagraph.whole_step(step_of())
+    losses: list[list[float]] = []
+    for call in (eager, whole):
+        torch.manual_seed(1)
+        losses.append([float(call(h)) for _ in range(6)])
+    assert not whole.refused and not whole.update_refused, (whole.refused, whole.update_refused)
+    row: dict[str, Any] = {"model": "world", "batch": batch, "loss": {"eager": losses[0], "whole": losses[1]}}
+    row["us"] = medians_us({"eager": lambda: eager(h), "whole": lambda: whole(h)}, device, calls, rounds)
+    if device.type == "cuda":
+        row["kernels"], row["us"]["kernels"] = kernels_of(lambda: eager(h))
+        row["ratio_to_kernels"] = {
+            name: round(row["us"][name] / row["us"]["kernels"], 3) for name in ("eager", "whole")
+        }
     return row
 
 
@@ -314,6 +388,13 @@ def main() -> None:
         for depth in (2,) if options.small else DEPTHS:
             for optimizer in (False, True):
                 add(bench_mlp(depth, device, optimizer=optimizer, calls=options.calls, rounds=options.rounds))
+    if "world" in options.only:
+        sizes = (
+            {"width": 8, "batch": 2, "steps": 3}
+            if options.small
+            else {"width": 256, "batch": 64, "steps": LATENT_STEPS}
+        )
+        add(bench_world(device, calls=max(options.calls // 4, 1), rounds=options.rounds, **sizes))
     for part, make, tiny in (
         ("gpt2", GPT2, lambda: GPT2(1, 8, 2, 16, 4)),
         ("vit", ViT, lambda: ViT(1, 8, 2, 8, 4)),
