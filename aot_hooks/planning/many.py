@@ -134,7 +134,7 @@ class Graph:
                 return replace(
                     given,
                     free=self.group.budget.free,
-                    over=given.over + self.group.over,
+                    over=less + self.group.over,  # what one call took as the whole step says nothing here
                     moments=moments,
                     moments_at_least=() if at_least == moments else at_least,
                     lenient=given.lenient or self.was_planned or estimated,
@@ -233,6 +233,7 @@ class Graph:
             else:
                 self.stock = Bytes.total(bytes_of(plan.live_before) for plan in found).times(growth)
                 self.ms = sum(plan.before_ms for plan in found)
+                self.group.unplanned_check = step_check(self.group.budget, plans, tighter=False)
             if listed is not None:
                 self.listed.append((listed, list(plans)))
             if mode is Mode.LEAST:
@@ -275,7 +276,8 @@ class Group:
         traces: steps that are planned for, one at least for each planned graph; the last with `planned_peak` bytes.
         over: bytes of the budget that no plan may take, because a measured step took more than predicted.
         predicted: bytes of the last step that fits.
-        check: compares measured steps with the budget.
+        check: compares measured steps with the budget. `unplanned_check`: takes its place once a step of several calls
+            fits without a plan.
         accepted: the last steps that need no other plan: the trace, and the bytes of gradients that it made.
         accumulates: a noted step began with gradients, so it made none. A later one may.
         awaits_gradients: a plan waited for a step that begins with gradients.
@@ -299,6 +301,7 @@ class Group:
     over: int = 0
     predicted: int = 0
     check: StepCheck | None = None
+    unplanned_check: StepCheck | None = None
     accepted: deque[tuple[Trace, int]] = field(default_factory=lambda: deque(maxlen=_MOST_TRACES))
     accumulates: bool = False
     awaits_gradients: bool = False
@@ -320,7 +323,7 @@ class Group:
 
     @property
     def peak_bytes(self) -> int:
-        return (self.budget.peak_bytes or 0) - self.budget.over - self.over
+        return (self.budget.peak_bytes or 0) - self.over
 
     def known_programs(self) -> set[str]:
         return {graph.program for graph in (*self.graphs.values(), *self.restored.values())}
@@ -448,7 +451,7 @@ class Group:
         bounded = all(version.mode is Mode.PLANNED or not version.graph.sizes for version in versions)  # by guards
         if taken <= self.peak_bytes and bounded and all(version.mode is not Mode.LEAST for version in versions):
             self.accepted.append(known)
-            self.predicted = taken
+            self.predicted, self.check = taken, self.check or self.unplanned_check
             self.measure(step)
         elif all(v.mode is v.graph.mode is Mode.PLANNED for v in versions) and self.has_plan_for(of_graphs):
             self.accepted.append(known)  # nothing is tighter, which was a warning when it was compiled
@@ -474,8 +477,11 @@ class Group:
                 self.warn(taken, step, why)
 
     def measure(self, step: Step) -> None:
-        """Compare what `step` took with the budget, if all of it is planned; once it is over, plan less."""
-        if self.check is None or any(call.what.mode is not Mode.PLANNED for call in step.calls):
+        """Compare what `step` took with the budget, unless calls of it wait for a plan; once it is over, plan less.
+
+        A call that is the whole step is measured where it runs, see `measured.checked`.
+        """
+        if self.check is None or step.most < 2 or any(call.what.mode is Mode.LEAST for call in step.calls):
             return
         if (excess := self.check.ended(step.allocated, self.predicted)) > 0:
             self.over, self.notes_parameters, self.needs_plan = excess, True, True
@@ -541,7 +547,8 @@ def group_of(rule: Assignment) -> Group | None:
     if rule.peak_bytes is None:
         return None
     with _lock:
-        group = _groups.setdefault(replace(rule, free=None), Group(rule))
+        budget = replace(rule, over=0)  # a tighter plan of a graph that was the whole step is for the same budget
+        group = _groups.setdefault(replace(budget, free=None), Group(budget))
         if rule.free is not None:  # in the middle of a step less is free
             group.budget = replace(group.budget, free=max(rule.free, group.budget.free or 0))
         return group

@@ -27,6 +27,7 @@ from ..errors import BudgetWarning, warn_user
 from ..identity.memo import Memo
 from ..offloading.at_run_time import follower_of
 from ..passes.plan import Plan
+from ..steps.recorder import Step
 from ..steps.schedule import DECIDED_LATER
 from ..torch_private import dynamo
 from ..torch_private.autograd import at_end_of_backward
@@ -162,10 +163,19 @@ class StepTime:
         return False
 
 
-def checked(run: Callable[..., Any], budget: Assignment, plans: Sequence[Plan], wrapper: Any) -> Callable[..., Any]:
+def checked(
+    run: Callable[..., Any],
+    budget: Assignment,
+    plans: Sequence[Plan],
+    wrapper: Any,
+    current_step: Callable[[], Step | None] = lambda: None,
+) -> Callable[..., Any]:
     """`run`, a compiled forward with `plans`, with the peaks of its first steps compared with `budget`.
 
-    `wrapper` is what `torch.compile` returned for the function that Dynamo is compiling, None if there is none.
+    Args:
+        wrapper: what `torch.compile` returned for the function that Dynamo is compiling, None if there is none.
+        current_step: returns the step of the calling thread. If several of its calls hold saved tensors at the same
+            time, its peak says nothing of this plan. None: nobody records steps.
     """
     code = dynamo.code_being_compiled()
     check = step_check(budget, plans, tighter=budget.over > 0)
@@ -187,17 +197,19 @@ def checked(run: Callable[..., Any], budget: Assignment, plans: Sequence[Plan], 
         if (before := check.begins()) is None:
             return run(*args)
         measured += 1
-        number = measured
+        number, step = measured, current_step()
         outputs = run(*args)
         in_forward = check.counter.most()
-        at_end_of_backward(outputs, lambda: None, lambda: ended(number, before, in_forward))
+        at_end_of_backward(outputs, lambda: None, lambda: ended(number, before, in_forward, step))
         return outputs
 
-    def ended(number: int, before: int, in_forward: int) -> None:
+    def ended(number: int, before: int, in_forward: int, step: Step | None) -> None:
         nonlocal measured
         if number != measured:
             return
         measured += 1  # a second backward of the same call is not measured
+        if step is not None and step.most > 1:
+            return
         most = check.counter.most()
         phase = "in the compiled forward" if most == in_forward else _AFTER
         where = f"the compiled graph alone; the most was alive {phase}"

@@ -177,7 +177,8 @@ class Planner:
         """`run` with what a budget does at run time."""
         rule = None if self._setting is None or not plans else self._setting.rule
         if isinstance(rule, Assignment):  # compares the peaks of the first steps with the budget
-            run = measured.checked(run, rule, plans, self.wrapper)
+            group = None if self._graph is None else self._graph.group
+            run = measured.checked(run, rule, plans, self.wrapper, lambda: None if group is None else group.step)
         if self._version is not None:  # plans for all calls of a step together, and for larger sizes anew
             run = guarded(run, self._version, plans, self.sizes)
             run = many.noted(run, self._version)

@@ -8,7 +8,18 @@ from typing import Any
 import many_blocks
 import pytest
 import torch
-from many_blocks import Block, Other, assert_equal, compile_blocks, gradients, model_of, peak_of, train
+from many_blocks import (
+    Block,
+    Other,
+    assert_equal,
+    compile_blocks,
+    gradients,
+    loss_of,
+    model_of,
+    peak_of,
+    train,
+)
+from profiled import most_allocated
 from small_budgets import budget
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -44,13 +55,14 @@ class Scripted:
         self.taken, self.restarts = next(self.steps), self.restarts + 1
 
 
-def measured_steps(model: nn.Module, x: torch.Tensor, counters: Scripted, monkeypatch: Any) -> list[str]:
-    """Twelve steps with `counters`; their warnings."""
+def measured_steps(
+    model: nn.Module, x: torch.Tensor, counters: Scripted, monkeypatch: Any, share: float = 0.7
+) -> list[str]:
+    """Twelve steps with `counters`, under a budget of a share of what they take without; their warnings."""
     expected = gradients(model, x)
-    compile_blocks(model, budget(peak_of(model, x, 0.7), max_error=0))
+    compile_blocks(model, budget(peak_of(model, x, share), max_error=0))
     monkeypatch.setattr(measuring, "Counters", counters)
     monkeypatch.setattr(measuring, "_cuda_device", lambda plans: torch.device("cpu"))
-    monkeypatch.setattr(measuring, "checked", lambda run, *_: run)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(12):
@@ -84,6 +96,16 @@ def test_a_measured_step_within_the_budget_keeps_its_plan(x, compiled_kinds, mon
     assert not measured_steps(model, x, counters, monkeypatch)
     assert compiled_kinds == ["alone", "least", "planned"]
     assert counters.restarts == 1
+
+
+def test_calls_that_fit_together_without_a_plan_get_one_if_their_step_is_over(x, compiled_kinds, monkeypatch):
+    model = model_of(Other, Block)
+    peak, excess = peak_of(model, x, 4.0), 64 << 10
+    counters = Scripted(peak + excess, peak - excess)
+    assert not measured_steps(model, x, counters, monkeypatch, 4.0)
+    assert max(plan.peak_bytes for plan in aot_hooks.last_plans(model)) <= peak - excess
+    assert compiled_kinds[:2] == ["alone", "alone"] and compiled_kinds[-2:] == ["planned", "planned"]
+    assert counters.restarts == 2
 
 
 class Gathered(nn.Module):
@@ -248,3 +270,44 @@ def test_a_budget_that_gathered_parameters_make_impossible_is_a_warning(x):
     (text,) = {str(w.message) for w in seen if w.category is BudgetWarning}
     assert "The least that was found for it takes" in text and "gathered parameters" in text
     assert aot_hooks.last_plans(model)[0].peak_bytes > peak
+
+
+class Exceeded:
+    """Counters by which steps take too much until `done`, whether they are measured alone or not."""
+
+    done = False
+
+    def __call__(self, device: torch.device) -> Exceeded:
+        return self
+
+    def allocated(self) -> int:
+        return 1000
+
+    def most(self) -> int:
+        return 1000 + (0 if self.done else 1 << 40)
+
+    def restart(self) -> None: ...
+
+
+@pytest.mark.parametrize("steps_alone", [0, 3])
+def test_a_first_block_of_another_graph_is_planned_with_the_others(steps_alone, monkeypatch, tmp_path):
+    """Its input has no gradient. It is not the whole step, so the step's peak says nothing of its plan.
+
+    `steps_alone`: steps of it alone before, which are over the budget, so that it has a tighter one by then.
+    """
+    torch.manual_seed(0)
+    model, x = model_of(*[Block] * 6), torch.randn(64, many_blocks.WIDTH)
+    expected, peak, counters = gradients(model, x), 400_000, Exceeded()
+    monkeypatch.setattr(measuring, "Counters", counters)
+    monkeypatch.setattr(measuring, "_cuda_device", lambda plans: torch.device("cpu"))
+    compile_blocks(model, budget(peak, max_error=0))
+    for step in range(steps_alone + 7):
+        counters.done = step - steps_alone > 2
+        model.zero_grad(set_to_none=False)  # the first step makes the gradients, and is no measure
+        run = model[:1] if step < steps_alone else model
+        taken = most_allocated(lambda run=run: loss_of(run, x).backward(), tmp_path)
+        if step >= steps_alone:
+            assert_equal([p.grad for p in model.parameters()], expected)
+    plans = aot_hooks.last_plans(model)
+    assert [plan.in_step and plan.in_step.calls for plan in plans] == [1, 5]
+    assert taken <= max(plan.peak_bytes for plan in plans) <= peak
