@@ -123,7 +123,9 @@ class Trials:
             if not budget.least and not least.fits(limits):
                 raise Refused(_over(least, limits))
             return least
-        found = search(self.step, limits, self._partitioned, self._tried)
+        # how many calls there are is a guess for the first least, which soon gets another plan
+        finely = self.moments != _UNKNOWN
+        found = search(self.step, limits, self._partitioned, self._tried, finely=finely)
         best, least = found.best, found.least
         if not budget.wholes:  # in a step of many calls these are judged by the whole step
             best, least = self._or_typed(found)
