@@ -38,6 +38,7 @@ class Limits:
     slowdown: float
     error: float
     casts: float = 1.0  # times the step without hooks: a step that only casts again, before anything is chosen
+    finely: bool = True  # look for the lowest peak between what is predicted and what was found
 
 
 @dataclass(frozen=True)
@@ -77,17 +78,15 @@ def search(
     limits: Limits,
     partitioned: Callable[[Solution], tuple[Graphs, Step]],
     tried: Callable[[Graphs, Solution, Step, Solution], Tried],
-    *,
-    finely: bool = True,
 ) -> Found:
     """The best plan that fits, and the one with the lowest peak.
 
-    Without a peak, the program's lowest one is tried first. If the graphs take clearly more than it says, and `finely`,
-    it is asked for peaks in between, until one can't be reached.
+    Without a peak, the program's lowest one is tried first. If the graphs take clearly more than it says, it is asked
+    for peaks in between, until one can't be reached.
     """
     found = _search(step, limits, partitioned, tried)
     low = found.predicted
-    while finely and limits.peak is None and found.best is not None and low < NEAR * found.best.peak:
+    while limits.finely and limits.peak is None and found.best is not None and low < NEAR * found.best.peak:
         best = found.best
         middle = (low + best.peak) // 2
         lower = _search(step, dataclasses.replace(limits, peak=middle), partitioned, tried)

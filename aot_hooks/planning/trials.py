@@ -98,7 +98,9 @@ class Trials:
         less = budget.over + (int(UNSEEN * self.peak) if self.peak is not None and self.on_cuda else 0)
         casts = stock.ms() / self.before_ms if self.before_ms else 1.0  # no means of a budget: they may take their time
         slowdown = max(budget.step_ratio, casts)
-        self.limits = Limits(None if self.peak is None else self.peak - less, slowdown, ERROR * budget.max_error, casts)
+        # how many calls there are is a guess for the first least, which soon gets another plan
+        finely, peak = self.moments != _UNKNOWN, None if self.peak is None else self.peak - less
+        self.limits = Limits(peak, slowdown, ERROR * budget.max_error, casts, finely)
 
     def planned(self) -> Planned:
         """The best plan, in graphs that are ready to be compiled."""
@@ -124,9 +126,7 @@ class Trials:
             if not budget.least and not least.fits(limits):
                 raise Refused(_over(least, limits))
             return least
-        # how many calls there are is a guess for the first least, which soon gets another plan
-        finely = self.moments != _UNKNOWN
-        found = search(self.step, limits, self._partitioned, self._tried, finely=finely)
+        found = search(self.step, limits, self._partitioned, self._tried)
         best, least = found.best, found.least
         if not budget.wholes:  # in a step of many calls these are judged by the whole step
             best, least = self._or_typed(found)
