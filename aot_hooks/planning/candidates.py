@@ -285,7 +285,7 @@ class Simulation:
         return best
 
     def _promising(self, graphs: Graphs, found: Sequence[Way], most_ms: float) -> list[Way]:
-        """Those of `found` that bounds don't rule out, in their order. To put a way into the graphs takes far longer."""
+        """Those of `found` that bounds don't rule out, in their order. Putting a way into the graphs takes longer."""
         step, _ = step_of(graphs, self.joint.setting.scope, self.allow, self.max_error)
         peak = max(whole.peak for whole in self.wholes)
         able = {*promising(replace(step, moments=self.moments), found, peak, most_ms)}

@@ -9,9 +9,10 @@
 A graph that is compiled first takes the budget as its own, which is right if it is the whole step. Once calls hold a
 quarter of the budget, functions are compiled again for the least that they can hold: nobody knows how many calls
 follow. A graph that reads what the program computed before it, as a block does behind an embedding, is compiled for
-that at once, if two of its calls would hold a quarter and one less than half. When all backwards of the step have run, its trace is known. The share of a graph is then
-least + s * (stock - least), with the largest s for which all graphs fit together. A graph that is planned later may use
-what earlier graphs left of their shares. Each call chooses its version when it runs, by what other calls hold then.
+that at once, if two of its calls would hold a quarter and one less than half. When all backwards of the step have run,
+its trace is known. The share of a graph is then least + s * (stock - least), with the largest s for which all graphs
+fit together. A graph that is planned later may use what earlier graphs left of their shares. Each call chooses its
+version when it runs, by what other calls hold then.
 
 A step is what one thread runs between two points at which nothing is saved. Bytes are predicted, on all devices. Calls
 that hold something while their graphs run forward and backward again are left out: the output of an evaluation is kept.
