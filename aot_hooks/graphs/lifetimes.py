@@ -33,6 +33,7 @@ from .nodes import (
     input_storages,
     is_view,
     name_of,
+    once_for_each_target,
     output_storages,
     returns_view,
     storage_bytes,
@@ -74,7 +75,7 @@ def fuses(node: Node) -> bool:
     return _fuses_always(node.target) or _is_pointwise_cat(node)
 
 
-@functools.cache
+@once_for_each_target
 def _fuses_always(target: Any) -> bool:
     """Whether `fuses` holds for an operator, whatever it reads."""
     return (
@@ -85,7 +86,7 @@ def _fuses_always(target: Any) -> bool:
     )
 
 
-@functools.cache  # operators are few
+@once_for_each_target
 def _is_pointwise(target: Any) -> bool:
     tagged = torch.Tag.pointwise in getattr(target, "tags", ())
     return tagged or str(target) == "prims.convert_element_type.default"  # has no tag
@@ -128,7 +129,12 @@ def reduces(node: Node) -> bool:
 
 def _finds_scales(node: Node) -> bool:
     """Whether `node` finds the scales of rows for a hook. Inductor fuses it with other kernels that read these rows."""
-    return node.op == "call_function" and target_name(node).startswith("aot_hooks.amax_")
+    return node.op == "call_function" and _is_amax(node.target)
+
+
+@once_for_each_target
+def _is_amax(target: Any) -> bool:
+    return name_of(target).startswith("aot_hooks.amax_")
 
 
 def _pads_rows(node: Node) -> bool:
@@ -141,7 +147,12 @@ def _pads_rows(node: Node) -> bool:
 
 
 def is_loop(node: Node) -> bool:
-    return node.op == "call_function" and target_name(node).startswith(_LOOPS)
+    return node.op == "call_function" and _loops(node.target)
+
+
+@once_for_each_target
+def _loops(target: Any) -> bool:
+    return name_of(target).startswith(_LOOPS)
 
 
 def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
@@ -279,9 +290,12 @@ class Kernels:
             if node.op == "call_function" and _shifts(node):
                 joined.add(node)
             for n in node.all_input_nodes:
-                own |= {keys[n]} if keys[n] in ready else reads[n]
-                if n in joined and keys[n] not in ready:
-                    joined.add(node)
+                if keys[n] in ready:
+                    own.add(keys[n])
+                else:
+                    own |= reads[n]
+                    if n in joined:
+                        joined.add(node)
             own.discard(None)
             at[node], reads[node] = i, own
             if key is None or key in ready or (key not in written and node.op != "placeholder"):

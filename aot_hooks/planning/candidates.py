@@ -46,10 +46,10 @@ from ..torch_private import aot
 from ..torch_private.values import hint
 from .in_step import bytes_of
 from .kernels import split_and_hold
-from .options import Graphs, Joint, error_of, layers_of, storages_in_scope
+from .options import Graphs, Joint, error_of, layers_of, step_of, storages_in_scope
 from .recomputation import of_blocks
 from .simulated import Call, Predicted, Whole, predicted, room_of
-from .step import COMPUTED, KEPT, RECOMPUTE, Option, Step
+from .step import COMPUTED, KEPT, RECOMPUTE, Moment, Option, Step
 
 # what is computed again
 NOTHING, POINTWISE, BLOCKS, WHOLE_BLOCKS = "", "recompute_pointwise", "blocks computed again", "whole blocks"
@@ -256,9 +256,11 @@ class Simulation:
         wholes: the steps. Each must stay under its peak; the time of the last one counts.
         allow, max_error: of the budget.
         stock: the graph without anything computed again.
+        moments: what is alive beside a call.
     """
 
     wholes: tuple[Whole, ...]
+    moments: tuple[Moment, ...]
     allow: tuple[Any, ...]
     max_error: float
     joint: Joint
@@ -275,12 +277,20 @@ class Simulation:
             able = [way for way in found if (rates or not way.sends) and only in (None, (again, way.name))]
             now_ms = most_ms if best is None else best.step.call_ms
             graphs = computed_again(again, self.joint, self.stock, now_ms, one_block=True) if able else None
-            if graphs is None:
+            if graphs is None or graphs.ms() >= now_ms:
                 continue
-            for way in able:
+            for way in able if only or again == BLOCKS else self._promising(graphs, able, now_ms):
                 now_ms = most_ms if best is None else best.step.call_ms
                 best = self._typed(graphs, way, rates if way.sends else None, now_ms) or best
         return best
+
+    def _promising(self, graphs: Graphs, found: Sequence[Way], most_ms: float) -> list[Way]:
+        """Those of `found` that bounds don't rule out, in their order. Putting a way into the graphs takes longer."""
+        step, _ = step_of(graphs, self.joint.setting.scope, self.allow, self.max_error)
+        peak = max(whole.peak for whole in self.wholes)
+        able = {*promising(replace(step, moments=self.moments), found, peak, most_ms)}
+        sends = any(option.link_bytes for value in step.values for option in value.options)
+        return [way for way in found if way in able or (way.sends and not sends)]
 
     def _ways(self) -> list[Way]:
         """The ways to try. Of forms that round the first is enough: it is the fastest."""

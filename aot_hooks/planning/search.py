@@ -38,6 +38,7 @@ class Limits:
     slowdown: float
     error: float
     casts: float = 1.0  # times the step without hooks: a step that only casts again, before anything is chosen
+    finely: bool = True  # look for the lowest peak between what is predicted and what was found
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def search(
     """
     found = _search(step, limits, partitioned, tried)
     low = found.predicted
-    while limits.peak is None and found.best is not None and low < NEAR * found.best.peak:
+    while limits.finely and limits.peak is None and found.best is not None and low < NEAR * found.best.peak:
         best = found.best
         middle = (low + best.peak) // 2
         lower = _search(step, dataclasses.replace(limits, peak=middle), partitioned, tried)

@@ -98,7 +98,9 @@ class Trials:
         less = budget.over + (int(UNSEEN * self.peak) if self.peak is not None and self.on_cuda else 0)
         casts = stock.ms() / self.before_ms if self.before_ms else 1.0  # no means of a budget: they may take their time
         slowdown = max(budget.step_ratio, casts)
-        self.limits = Limits(None if self.peak is None else self.peak - less, slowdown, ERROR * budget.max_error, casts)
+        # how many calls there are is a guess for the first least, which soon gets another plan
+        finely, peak = self.moments != _UNKNOWN, None if self.peak is None else self.peak - less
+        self.limits = Limits(peak, slowdown, ERROR * budget.max_error, casts, finely)
 
     def planned(self) -> Planned:
         """The best plan, in graphs that are ready to be compiled."""
@@ -110,7 +112,8 @@ class Trials:
                 hold_kernels(gm, points, best.peak - bytes_of(best.plan.live_after).beside(self.moments, phase))
         if self.budget.around is not None:
             best = self._around(self.budget.around, best)
-        plan = best.plan if self.budget.least else in_step(best.plan, self.moments)
+        least = self.budget.least
+        plan = replace(best.plan, is_least=True) if least else in_step(best.plan, self.moments)
         if self.stock.fused:
             return Planned(best.graphs.fw, best.graphs.bw, plan)
         return Planned(aot.copied(best.graphs.fw, lazily=False), aot.copied(best.graphs.bw, lazily=False), plan)

@@ -159,7 +159,7 @@ def _or_in_step(
     before, before_ms = joint.without_hooks()
     ratio = budget.step_ratio if found is None else _average_ratio(found.plan, budget.apart)
     most_ms = math.inf if only else min(before_ms * budget.step_ratio, before_ms * ratio * (1 - GAIN))
-    simulation = Simulation(budget.wholes, budget.allow, budget.max_error, joint, stock)
+    simulation = Simulation(budget.wholes, budget.moments, budget.allow, budget.max_error, joint, stock)
     typed = simulation.fastest(most_ms, only) if budget.wholes else None
     if typed is None:
         return found

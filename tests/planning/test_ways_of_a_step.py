@@ -120,7 +120,7 @@ def test_inputs_of_blocks_wait_on_the_host_if_nothing_else_holds_them(link, kept
 
 def test_of_forms_that_round_only_the_fastest_is_tried() -> None:
     allow = ("recompute", "lossless", "offload", "float8", "int8")
-    found = candidates.Simulation((), allow, 0.05, joint=None, stock=None)._ways()  # type: ignore[arg-type]
+    found = candidates.Simulation((), (), allow, 0.05, joint=None, stock=None)._ways()  # type: ignore[arg-type]
     named = {(way.again, way.name) for way in found}
     for again in ("", candidates.POINTWISE, candidates.BLOCKS):
         assert {(again, "float8()"), (again, "offload()"), (again, "offload(then=float8())")} <= named
