@@ -229,8 +229,9 @@ def _cut(
 # operators that give the same bits again, besides pointwise ones, views, reductions and those with a formula
 _REPEATABLE = frozenset(
     "native_layer_norm native_group_norm _fused_rms_norm _softmax _log_softmax var_mean cat clone constant_pad_nd "
-    "embedding index_select gather _to_copy max_pool2d_with_indices _native_batch_norm_legit_functional "
-    "_native_batch_norm_legit_no_training _unsafe_view full iota arange scalar_tensor".split()
+    "embedding index_select gather _to_copy max_pool2d_with_indices _native_batch_norm_legit "
+    "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training _unsafe_view full iota arange "
+    "scalar_tensor".split()
 )
 
 

@@ -33,6 +33,7 @@ def fuzz(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         (16, "checkpoint"),  # a block that is called twice
         (5090, "lossless"),  # a sum that torch's partition computes again from its terms
         (5043, "checkpoint"),  # the head takes most while the last block's output waits
+        (5011, "checkpoint"),  # a norm with statistics of the batch alone
     ],
 )
 def test_budgets_are_not_beaten(fuzz: ModuleType, seed: int, way: str) -> None:
