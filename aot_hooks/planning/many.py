@@ -8,9 +8,10 @@
 
 A graph that is compiled first takes the budget as its own, which is right if it is the whole step. Once calls hold a
 quarter of the budget, functions are compiled again for the least that they can hold: nobody knows how many calls
-follow. When all backwards of the step have run, its trace is known. The share of a graph is then
-least + s * (stock - least), with the largest s for which all graphs fit together. A graph that is planned later may use
-what earlier graphs left of their shares. Each call chooses its version when it runs, by what other calls hold then.
+follow. When all backwards of the step have run, its trace is known. If a plan is needed, graphs whose least is not
+known are compiled for that first. The share of a graph is then least + s * (stock - least), with the largest s for
+which all graphs fit together. A graph that is planned later may use what earlier graphs left of their shares. Each
+call chooses its version when it runs, by what other calls hold then.
 
 A step is what one thread runs between two points at which nothing is saved. Bytes are predicted, on all devices. Calls
 that hold something while their graphs run forward and backward again are left out: the output of an evaluation is kept.
@@ -503,9 +504,7 @@ class Group:
             for graph in graphs:
                 graph.compile_again(Mode.LEAST)
             return
-        unknown = {graph for graph in graphs if graph.least is None}
-        held = sum(version.nbytes.held for version in trace.calls if version.graph in unknown)
-        if unknown and (share < 0 or held > _SMALL * self.peak_bytes):
+        if share < 1 and (unknown := [graph for graph in graphs if graph.least is None]):
             for graph in unknown:
                 graph.compile_again(Mode.LEAST)
             return
