@@ -150,7 +150,7 @@ class Graph:
         least = self.least
         if not self.least_ms or least is None or not self.is_nested or aot.cuts_for_ddp():
             return None
-        peak = int((1 - UNSEEN) * self.group.peak_bytes)
+        peak = self.group.room
         counts = tuple((n, self._moments(n), self._tight_peak(least, n)) for n in tried_counts(self.calls))
         return TightCalls(self.least_ms, self.calls, peak, counts)
 
@@ -162,12 +162,12 @@ class Graph:
         saved: Counter[Graph] = Counter()
         for instant in traces[-1]:
             saved[instant.runs] += instant.runs.stock.held
-        peak, link_share = int((1 - UNSEEN) * self.group.peak_bytes), saved[self] / max(1, saved.total())
+        link_share = saved[self] / max(1, saved.total())
 
         def ms(graph: Graph, phase: str) -> float:
             return graph.ms * (_FORWARD_SHARE if phase == "forward" else 1 - _FORWARD_SHARE)
 
-        found = [whole_of(self, trace, lambda graph: graph.share, ms, peak, link_share) for trace in traces]
+        found = [whole_of(self, trace, lambda graph: graph.share, ms, self.group.room, link_share) for trace in traces]
         said: dict[str, Any] = {"frees_inputs": self.frees_inputs, "slowness": self.group.time.slowness}
         wholes = tuple(replace(whole, **said) for whole in found if whole is not None)
         return wholes if len(wholes) == len(found) else ()
@@ -271,6 +271,7 @@ class Group:
 
     Attributes:
         budget: as users write it; of "fit" with the bytes that were free before the first graph was compiled.
+        on_cuda: a graph has an input there, so a part of the budget is left free, see `UNSEEN`.
         traces: steps that are planned for, one at least for each planned graph; the last with `planned_peak` bytes.
         over: bytes of the budget that no plan may take, because a measured step took more than predicted.
         predicted: bytes of the last step that fits.
@@ -292,6 +293,7 @@ class Group:
     """
 
     budget: Assignment
+    on_cuda: bool = False
     graphs: dict[str, Graph] = field(default_factory=dict)
     traces: list[Sequence[Instant]] = field(default_factory=list)
     planned_peak: int = 0
@@ -320,6 +322,11 @@ class Group:
     @property
     def peak_bytes(self) -> int:
         return (self.budget.peak_bytes or 0) - self.budget.over - self.over
+
+    @property
+    def room(self) -> int:
+        """The bytes that a step may take as predicted."""
+        return int((1 - UNSEEN) * self.peak_bytes) if self.on_cuda else self.peak_bytes
 
     def known_programs(self) -> set[str]:
         return {graph.program for graph in (*self.graphs.values(), *self.restored.values())}
@@ -561,6 +568,7 @@ def graph_of(
     content = (canonical(gm), inputs_like, training, torch.is_grad_enabled())
     digest = hashlib.sha256(repr(content).encode()).hexdigest()
     with _lock:
+        group.on_cuda |= any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
         restored = None if digest in group.graphs else group.restored.get(program)
         if restored is not None and all(n <= restored.sizes.get(k, 0) for k, n in sizes.items()):
             group.graphs[digest] = group.restored.pop(program)
