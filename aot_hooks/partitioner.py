@@ -42,6 +42,7 @@ from .passes.partition import parameters_of, partitioned, state_of
 from .passes.permutations import gather_gradients
 from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
 from .passes.regions import RegionRow
+from .passes.results import save_results
 from .passes.rewrite import RewriteOptions, rewrite
 from .passes.tile import Tiled, tiled
 from .passes.units import Tracer, tracer
@@ -214,6 +215,8 @@ class _Partitioning:
         merges = not self.apart and is_first  # the first split has merged what repeats in `gm` itself
         min_cut = partial(aot.min_cut_partition, gm, self.joint_inputs, draws, merge_repeats=merges, **self.kwargs)
         fw, bw = partitioned(gm, min_cut, self.num_fwd_outputs, self.state)
+        if self.has_budget:  # a sum takes no more bytes than its terms, and less time in the backward
+            save_results(fw, bw, **self.outputs)
         donating = donates(fw, bw, self.num_fwd_outputs)  # as it is without hooks
         if self.fused and self.packs:
             compute_early(fw, self.num_fwd_outputs)

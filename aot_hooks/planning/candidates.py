@@ -11,8 +11,8 @@
                                                   is simulated, with its copies
 
 Blocks computed again are checkpointing's way: of a block only its inputs are saved, with what can't be repeated and
-with its statistics. Then the inputs can be in float8, and on the host. Of whole blocks no statistics are saved, which
-is what checkpointing does.
+with its statistics. Then the inputs can be in float8, and on the host. Of whole blocks no statistics are saved, nor
+what the last one returns, which is what checkpointing does.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def computed_again(
         with aot.recomputing_pointwise(again == POINTWISE):
             return joint.graphs()
     blocks = _blocks(stock, one_block=one_block, statistics=again == WHOLE_BLOCKS)
-    found = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), blocks)
+    found = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), blocks, last=again == WHOLE_BLOCKS)
     if found is None:
         return None
     names, gone, reads = found

@@ -10,9 +10,10 @@ A graph that is compiled first takes the budget as its own, which is right if it
 quarter of the budget, functions are compiled again for the least that they can hold: nobody knows how many calls
 follow. A graph that reads what the program computed before it, as a block does behind an embedding, is compiled for
 that at once, if two of its calls would hold a quarter and one less than half. When all backwards of the step have run,
-its trace is known. The share of a graph is then least + s * (stock - least), with the largest s for which all graphs
-fit together. A graph that is planned later may use what earlier graphs left of their shares. Each call chooses its
-version when it runs, by what other calls hold then.
+its trace is known. If a plan is needed, graphs whose least is not known are compiled for that first. The share of a
+graph is then least + s * (stock - least), with the largest s for which all graphs fit together. A graph that is planned
+later may use what earlier graphs left of their shares. Each call chooses its version when it runs, by what other calls
+hold then.
 
 A step is what one thread runs between two points at which nothing is saved. Bytes are predicted, on all devices. Calls
 that hold something while their graphs run forward and backward again are left out: the output of an evaluation is kept.
@@ -38,7 +39,7 @@ from ..identity.canonical import canonical
 from ..passes.plan import Plan
 from ..steps.memory import ALONE, Bytes, Moment
 from ..steps.moments import Instant, between, instants_of, latest, moments_of, shares, tight_peak
-from ..steps.parameters import frees_inputs, gathered_bytes, gradient_bytes
+from ..steps.parameters import freed_bytes, frees_inputs, gathered_bytes, gradient_bytes
 from ..steps.recorder import Call, Recorder, Step, Trace
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value, pytree
@@ -159,7 +160,7 @@ class Graph:
         least = self.least
         if not self.least_ms or least is None or not self.is_nested or aot.cuts_for_ddp():
             return None
-        peak = int((1 - UNSEEN) * self.group.peak_bytes)
+        peak = self.group.room
         counts = tuple((n, self._moments(n), self._tight_peak(least, n)) for n in tried_counts(self.calls))
         return TightCalls(self.least_ms, self.calls, peak, counts)
 
@@ -171,12 +172,12 @@ class Graph:
         saved: Counter[Graph] = Counter()
         for instant in traces[-1]:
             saved[instant.runs] += instant.runs.stock.held
-        peak, link_share = int((1 - UNSEEN) * self.group.peak_bytes), saved[self] / max(1, saved.total())
+        link_share = saved[self] / max(1, saved.total())
 
         def ms(graph: Graph, phase: str) -> float:
             return graph.ms * (_FORWARD_SHARE if phase == "forward" else 1 - _FORWARD_SHARE)
 
-        found = [whole_of(self, trace, lambda graph: graph.share, ms, peak, link_share) for trace in traces]
+        found = [whole_of(self, trace, lambda graph: graph.share, ms, self.group.room, link_share) for trace in traces]
         said: dict[str, Any] = {"frees_inputs": self.frees_inputs, "slowness": self.group.time.slowness}
         wholes = tuple(replace(whole, **said) for whole in found if whole is not None)
         return wholes if len(wholes) == len(found) else ()
@@ -221,13 +222,18 @@ class Graph:
                 mode = self.mode = Mode.LEAST
             growth = 1 / self.share_of(sizes)
             nbytes, ms = Bytes.total(map(own_bytes, found)).times(growth), sum(plan.after_ms for plan in found)
-            version = Version(self, mode, nbytes, ms=ms)
+            version = Version(self, mode, nbytes, ms=ms, saves_outputs=_saves_outputs(found))
             self.group.compiled(plans)
             if mode is Mode.PLANNED:
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
                 if tight_plans:
                     version.tight = Version(
-                        self, mode, own_bytes(tight_plans[0]), is_tight=True, ms=tight_plans[0].after_ms
+                        self,
+                        mode,
+                        own_bytes(tight_plans[0]),
+                        is_tight=True,
+                        ms=tight_plans[0].after_ms,
+                        saves_outputs=_saves_outputs(tight_plans),
                     )
                     as_planned = self.least is not None and version.tight.nbytes.held <= self.least.held
                     version.tight_calls = plans[0].in_step.tight_calls if plans[0].in_step else 0
@@ -283,6 +289,7 @@ class Group:
 
     Attributes:
         budget: as users write it; of "fit" with the bytes that were free before the first graph was compiled.
+        on_cuda: a graph has an input there, so a part of the budget is left free, see `UNSEEN`.
         traces: steps that are planned for, one at least for each planned graph; the last with `planned_peak` bytes.
         over: bytes of the budget that no plan may take, because a measured step took more than predicted.
         predicted: bytes of the last step that fits.
@@ -305,6 +312,7 @@ class Group:
     """
 
     budget: Assignment
+    on_cuda: bool = False
     graphs: dict[str, Graph] = field(default_factory=dict)
     traces: list[Sequence[Instant]] = field(default_factory=list)
     planned_peak: int = 0
@@ -334,6 +342,11 @@ class Group:
     @property
     def peak_bytes(self) -> int:
         return (self.budget.peak_bytes or 0) - self.over
+
+    @property
+    def room(self) -> int:
+        """The bytes that a step may take as predicted."""
+        return int((1 - UNSEEN) * self.peak_bytes) if self.on_cuda else self.peak_bytes
 
     def known_programs(self) -> set[str]:
         return {graph.program for graph in (*self.graphs.values(), *self.restored.values())}
@@ -446,7 +459,8 @@ class Group:
             for graph in {version.graph for version in trace.calls}:
                 graph.frees_inputs = frees_inputs(step, graph)
             gathered += max(step.eager_bytes - gathered_first, 0)
-            self.plan_or_accept(step, trace, lambda key: instants_of(trace, key, gradients, gathered))
+            freed = freed_bytes(step)
+            self.plan_or_accept(step, trace, lambda key: instants_of(trace, key, gradients, gathered, freed))
 
     def plan_or_accept(self, step: Step, trace: Trace, instants: Callable[..., list[Instant]]) -> None:
         """Accept a `step` that fits, or that no plan can make smaller; else have its graphs compiled again.
@@ -501,7 +515,7 @@ class Group:
         """Whether the graphs have been planned for a step of these instants, with as many bytes of gradients."""
 
         def calls(instants: Sequence[Instant]) -> list[Any]:
-            return [(instant.phase, instant.runs, instant.holding) for instant in instants]
+            return [(instant.phase, instant.runs, instant.holding, instant.freed_bytes) for instant in instants]
 
         found = [calls(each) for each in self.traces if each[-1].gradient_bytes >= instants[-1].gradient_bytes]
         return self.planned_peak == self.peak_bytes and calls(instants) in found
@@ -522,9 +536,7 @@ class Group:
             for graph in graphs:
                 graph.compile_again(Mode.LEAST)
             return
-        unknown = {graph for graph in graphs if graph.least is None}
-        held = sum(version.nbytes.held for version in trace.calls if version.graph in unknown)
-        if unknown and (share < 0 or held > _SMALL * self.peak_bytes):
+        if share < 1 and (unknown := [graph for graph in graphs if graph.least is None]):
             for graph in unknown:
                 graph.compile_again(Mode.LEAST)
             return
@@ -546,6 +558,10 @@ class Group:
             f"are not compiled again: {why}. Give steps the same number of calls, or lower the peak by that much",
             BudgetWarning,
         )
+
+
+def _saves_outputs(plans: Iterable[Plan]) -> bool:
+    return any(d.saved.is_output for plan in plans for d in plan.decisions)
 
 
 def _with_gradient(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -582,6 +598,7 @@ def graph_of(
     content = (canonical(gm), inputs_like, training, torch.is_grad_enabled())
     digest = hashlib.sha256(repr(content).encode()).hexdigest()
     with _lock:
+        group.on_cuda |= any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
         restored = None if digest in group.graphs else group.restored.get(program)
         if restored is not None and all(n <= restored.sizes.get(k, 0) for k, n in sizes.items()):
             group.graphs[digest] = group.restored.pop(program)

@@ -111,18 +111,21 @@ def _saved_for(value: Value, node: Node, gone: int) -> Value:
 
 
 def of_blocks(
-    groups: Sequence[Sequence[SavedValue]], block_of: Mapping[Node, str]
+    groups: Sequence[Sequence[SavedValue]], block_of: Mapping[Node, str], *, last: bool
 ) -> tuple[set[str], set[Any], set[str]] | None:
     """What checkpointing computes again: all but what one block gets from another, and what can't be repeated.
 
-    `block_of` has the block of each node of the forward, "" for one in none.
+    Args:
+        block_of: the block of each node of the forward, "" for one in none.
+        last: compute again what nodes in no block get, too, as torch's partition of checkpoints does: what the last
+            block returns is not there yet while the backward of the head runs.
 
     Returns the names of the nodes to compute again, the storages that are saved no more, and the names of the nodes
     that are read for it. None if there is nothing to compute again.
     """
 
     def crosses(node: Node) -> bool:
-        return any(block_of[u] != block_of[node] for u in node.users if u in block_of)
+        return any(block_of[u] not in ("" if last else None, block_of[node]) for u in node.users if u in block_of)
 
     stops = {storage_of(node) for node in block_of if crosses(node) or not block_of[node]}
     stops.discard(None)  # the key of an operator with several results; these have their own
@@ -228,8 +231,9 @@ def _cut(
 # operators that give the same bits again, besides pointwise ones, views, reductions and those with a formula
 _REPEATABLE = frozenset(
     "native_layer_norm native_group_norm _fused_rms_norm _softmax _log_softmax var_mean cat clone constant_pad_nd "
-    "embedding index_select gather _to_copy max_pool2d_with_indices _native_batch_norm_legit_functional "
-    "_native_batch_norm_legit_no_training _unsafe_view full iota arange scalar_tensor".split()
+    "embedding index_select gather _to_copy max_pool2d_with_indices _native_batch_norm_legit "
+    "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training _unsafe_view full iota arange "
+    "scalar_tensor".split()
 )
 
 

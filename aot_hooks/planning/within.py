@@ -21,10 +21,10 @@ from ..errors import BudgetError
 from ..passes.live_bytes import beside_loss
 from ..passes.plan import Plan
 from . import progress
-from .apart import GAIN, is_faster
 from .apart import Ways as ApartWays
+from .apart import is_faster
 from .assignment import Assignment, TightCalls
-from .candidates import Simulation
+from .candidates import GAIN, Simulation
 from .in_step import bytes_of, in_step
 from .options import Joint
 from .recipe import Recipe, Refused, warn_of_refused
@@ -158,7 +158,7 @@ def _or_in_step(
     stock = joint.graphs()
     before, before_ms = joint.without_hooks()
     ratio = budget.step_ratio if found is None else _average_ratio(found.plan, budget.apart)
-    most_ms = math.inf if only else min(before_ms * budget.step_ratio, before_ms * ratio * (1 - GAIN))
+    most_ms = math.inf if only else before_ms * min(budget.step_ratio, ratio * (1 - GAIN))
     simulation = Simulation(budget.wholes, budget.moments, budget.allow, budget.max_error, joint, stock)
     typed = simulation.fastest(most_ms, only) if budget.wholes else None
     if typed is None:

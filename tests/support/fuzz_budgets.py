@@ -392,10 +392,16 @@ def _distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def as_on_an_h200() -> None:
-    """From now on a CPU counts as fast as an H200, with copies beside the compute. Its clock ticks with each event."""
+    """From now on a CPU counts as fast as an H200, with copies beside the compute. Its clock ticks with each event.
+
+    Not for the copies that stand in a graph, those of inputs of blocks: on a CPU they free nothing. A step was planned
+    with 13,300,401 bytes and took 13,512,712.
+    """
     speeds.INSTANT = H200
     candidates._link = lambda graphs: H200
     candidates._MIN_BYTES = 0
+    ways = candidates.ways
+    candidates.ways = lambda *means: [way for way in ways(*means) if not (way.sends and way.again == candidates.BLOCKS)]
     clock = itertools.count(0.0, 2e-5)
     at_run_time._mark = lambda device: next(clock)
 
