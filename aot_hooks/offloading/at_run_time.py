@@ -198,7 +198,7 @@ def all_followers() -> list[Follower]:
     return [*_followers.values()]
 
 
-settling.counts.append(lambda: sum(follower.unsettled_count for follower in all_followers()))
+settling.unsettled_counts.append(lambda: sum(follower.unsettled_count for follower in all_followers()))
 
 
 def _mark(device: torch.device) -> Any:

@@ -150,7 +150,7 @@ def blocker_of(node: Node, reason: str, cause: str = "") -> Blocker:
     return Blocker(reason, str(node.target), node.name, trace, cause=cause)
 
 
-def talks(nodes: Iterable[Node]) -> bool:
+def has_collectives(nodes: Iterable[Node]) -> bool:
     """Whether an operator of `nodes` sends something to other processes."""
     return any(torch_cuda.is_operator(node.target) and node.target.namespace in COLLECTIVES for node in nodes)  # type: ignore[union-attr]
 
