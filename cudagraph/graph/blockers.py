@@ -189,6 +189,7 @@ def _is_on_meta(node: Node) -> bool:
 
 
 def _is_view_or_size(node: Node) -> bool:
+    """Whether `node` launches nothing: a view, an item of a tuple, a size."""
     target = node.target
     if node.op != "call_function" or target is operator.getitem:
         return True

@@ -383,6 +383,7 @@ def _entry(path: str, container: dict[Any, Any], key: Any) -> str:
 
 
 def _value_in(cell: types.CellType) -> Any:
+    """The value of a variable that a function closes over; `MISSING` if it has none yet."""
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet
@@ -390,6 +391,7 @@ def _value_in(cell: types.CellType) -> Any:
 
 
 def _put_into_cells(cells: Sequence[types.CellType], values: Sequence[Any]) -> None:
+    """Give variables that a function closes over these `values`; `MISSING`: none."""
     for cell, value in zip(cells, values, strict=True):
         if value is not MISSING:
             cell.cell_contents = value

@@ -148,6 +148,7 @@ class _Foreign(Traced):
 
 
 def traced(numbers: Numbers, value: Callable[[], Any], key: Hashable, name: str) -> Any:
+    """A traced number whose value is `value()`; see `Traced`."""
     cls: Any = (_TracedInt if type(value()) is int else _TracedFloat) if numbers.for_torch else _Foreign
     made = cls.__new__(cls)
     made.numbers, made.value, made.key, made.name, made.kind = numbers, value, key, name, type(value())
@@ -291,6 +292,7 @@ class Numbers:
                     place.put(given[path])
 
     def _note_assigned(self, given: Mapping[str, Any]) -> None:
+        """Note the numbers that the step has assigned. `given`: those that stood in the places before."""
         for path, place in self.places.items():
             value = place.get()
             if value is not given[path]:

@@ -117,6 +117,7 @@ class Outputs:
 
 
 def _read(path: str, how: str) -> ChangesValue:
+    """The error where the step reads what it has stored at `path` in the step before."""
     return ChangesValue(
         path,
         f"reads {path}, which it has stored in the step before ({how}), and a replay would read old memory; keep it in "

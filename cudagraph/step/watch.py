@@ -89,6 +89,7 @@ class OperatorWatch:
         return result
 
     def _reason_against(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> str | None:
+        """Why an operator can't be captured; None if it can. Notes what it writes to."""
         name = name_of(func)
         if self.has_reducers:
             self._know_reducers(tensors)

@@ -484,6 +484,7 @@ class WholeStep(Recordings):
         return call.arguments(moved)
 
     def _forward_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, without its update if that is a function of its own. Its results have no history."""
         torch.clear_autocast_cache()  # it may have copies of earlier values of parameters
         try:
             flat, spec = torch_cuda.flatten(self.run(*args, **kwargs))
