@@ -264,7 +264,7 @@ class HostState:
             self._shallow.add(id(value))
 
     def _tensor(self, path: str, value: torch.Tensor) -> None:
-        """Add a tensor: its memory, its version if it is on the CPU of another device's step, and its hooks."""
+        """Add a tensor: its memory, its hooks, and its version if it is on the CPU and the step is not."""
         if is_dtensor(value):
             self.spread[path] = value
             self._waiting.append((f"{path}, its part here", local_part(value), 0))
