@@ -30,6 +30,7 @@ from cudagraph.torch_private import symbols
 from ._version import __version__
 from .cache import notes
 from .errors import AotHooksError, OptionError, error_behind, is_library_file, unwrapped
+from .hook import KEEP
 from .passes.plan import Plan
 from .planning.budget import ALLOWED, budget
 from .report import script
@@ -151,7 +152,7 @@ def print_frontier(options: argparse.Namespace) -> None:
         for size in options.gpu:
             print(f"{size}: {on_gpu(plan_with, size, **_of_budget(options))}")
     else:
-        print(frontier_of(plan_with, **_of_budget(options)))
+        print(frontier_of(plan_with(KEEP), plan_with, **_of_budget(options)))
 
 
 def _of_budget(options: argparse.Namespace) -> dict[str, Any]:

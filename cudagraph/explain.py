@@ -126,11 +126,11 @@ def explain_with(
             backwards.append(bw)  # AOTAutograd may not compile it before a backward runs
             return fw, bw
 
-        def compiling(*words: str) -> Callable[[GraphModule, Any], Boxed]:
+        def compiling(*phases: str) -> Callable[[GraphModule, Any], Boxed]:
             def analyse(graph: GraphModule, _: Any) -> Boxed:
-                for word in words:
-                    of = backwards[-1] if word == "backward" else graph
-                    kind = compilation.kind(of, word)
+                for phase in phases:
+                    of = backwards[-1] if phase == "backward" else graph
+                    kind = compilation.kind(of, phase)
                     found.append(prepare_and_analyse(of, kind, options, driver.device_type))
                 return boxed(graph)
 

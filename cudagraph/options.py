@@ -15,7 +15,7 @@ from typing import Any
 from .errors import OptionError
 
 CHOICES = {"inner": ("aten", "inductor"), "held_outputs": ("error", "copy")}
-LEAST = {"rerecord_limit": 0, "size_limit": 0, "warmup_steps": 1}
+LOWEST = {"rerecord_limit": 0, "size_limit": 0, "warmup_steps": 1}
 OR_ERROR_VARIABLES = ("CUDAGRAPH_OR_ERROR", "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR")
 
 
@@ -60,8 +60,8 @@ class Options:
                 raise OptionError(f"options[{name!r}] must be {listing}, got {getattr(parsed, name)!r}")
         if not isinstance(parsed.or_error, bool):
             raise OptionError(f"options['or_error'] must be True or False, got {parsed.or_error!r}")
-        for name, least in LEAST.items():
+        for name, lowest in LOWEST.items():
             value = getattr(parsed, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise OptionError(f"options[{name!r}] must be an integer of at least {least}, got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+                raise OptionError(f"options[{name!r}] must be an integer of at least {lowest}, got {value!r}")
         return parsed

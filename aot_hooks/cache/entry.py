@@ -177,6 +177,7 @@ class Checks:
         self.known: dict[Any, tuple[Hook, str]] = {}
 
     def keys(self, chosen_by: tuple[int, ...]) -> tuple[str, ...]:
+        """The keys of the settings `chosen_by`."""
         settings = self.key.settings
         if any(number >= len(settings) or settings[number] is None for number in chosen_by):
             raise EntryRefused("a row names a setting that this graph does not have")
@@ -189,6 +190,7 @@ class Checks:
         return found
 
     def chosen(self, number: int, row: SavedTensor) -> Hook:
+        """The hook that setting `number` chooses for `row`."""
         setting = self.key.settings[number]
         if setting is None or out_of_scope(row, setting.scope):
             return KEEP

@@ -117,6 +117,7 @@ def key_of(
 
 
 def _setting_lines(setting: Setting | None, opaque: list[str]) -> Iterator[Line]:
+    """The lines of a key for `setting`. Adds operators whose work is in no graph to `opaque`."""
     if setting is None:
         yield "scope", "none"
         return

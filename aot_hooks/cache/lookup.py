@@ -67,12 +67,14 @@ def forget() -> None:
 
 
 def _count(result: str, why: str) -> None:
+    """Count a "hit", "miss" or "bypass" with its reason."""
     with _lock:
         _counts[result, why] += 1
-    log.debug("cache %s: %s", result, why)  # beside the two lines of `enable` it would puzzle who never asked
+    log.debug("cache %s: %s", result, why)  # not info: there `enable` logs, whose users never asked for a cache
 
 
 def _warn_once(about: str, message: str) -> None:
+    """Warn, unless there was a warning `about` the same before."""
     with _lock:
         known = about in _warned
         _warned.add(about)
@@ -122,7 +124,7 @@ def through_cache(
         gm, inputs, options, roots: see `key_of`.
         settings: those in force.
         plans: the list that a compilation appends its plans to.
-        compile_graph: calls `compiling()` before each graph that it compiles; does not need it outside of the cache.
+        compile_graph: gets a function, and calls it before each graph that it compiles. Without the cache it gets none.
         refused: why `compile_graph` did not take an entry that was found, "" if it did.
     """
     _use_writable_directory()
@@ -132,11 +134,11 @@ def through_cache(
         return bypassed(f"the key would have the name of {what}, and not what it computes", compile_graph)
     key = key_of(gm, inputs, settings.setting, settings.regions, options=options, roots=roots)
     if key.opaque:
-        operators = ", ".join(key.opaque)
-        what = f"{_hooks(key)} {operators}"
+        rules, operators = _rules_of(key), ", ".join(key.opaque)
+        what = f"{rules} {operators}"
         _warn_once(
             what,
-            f"graphs with {_hooks(key)} are compiled anew in each process: what the operators {operators} do is in no "
+            f"graphs with {rules} are compiled anew in each process: what the operators {operators} do is in no "
             "graph, so no cache key holds it. Give the hook Hook(..., cache_hash='1'), a text that you change whenever "
             "they do something else",
         )
@@ -252,15 +254,16 @@ def _pause(more: int) -> None:
             gc.set_threshold(*_thresholds)  # unless somebody else has set another one
 
 
-def _hooks(key: Key) -> str:
+def _rules_of(key: Key) -> str:
+    """The hooks and policies of a key's settings, for messages: "float8(), larger_than(...)"."""
     return ", ".join(dict.fromkeys(repr(s.rule) for s in key.settings if s is not None))
 
 
 def _report(lookup: _Lookup) -> None:
     """Count the result, and note what the key of a miss is made of."""
-    hooks, refused = _hooks(lookup.key), lookup.refused
+    rules, refused = _rules_of(lookup.key), lookup.refused
     if lookup.found and lookup.bypass:
-        _warn_once(lookup.bypass, f"{hooks}: compiled anew in each process, because {lookup.bypass}")
+        _warn_once(lookup.bypass, f"{rules}: compiled anew in each process, because {lookup.bypass}")
         return _count("bypass", lookup.bypass)
     if lookup.bypass or not lookup.full_key:
         return _count("bypass", f"torch: {lookup.bypass or 'it did not look for an entry'}")
@@ -270,19 +273,19 @@ def _report(lookup: _Lookup) -> None:
         why = f"entries of the same key are for other hooks: {refused}"
     elif refused:
         why = f"an entry of the same key was refused: {refused}"
-        _warn_once(why, f"{hooks}: compiled again, because {why}")
+        _warn_once(why, f"{rules}: compiled again, because {why}")
     elif lookup.damaged_files and not lookup.found:
         why = "a file of torch's cache is damaged"
-        _warn_once(why, f"{hooks}: compiled again, because {why}. It was removed: {lookup.damaged_files[0]}")
+        _warn_once(why, f"{rules}: compiled again, because {why}. It was removed: {lookup.damaged_files[0]}")
     elif lookup.found:
         why = "an entry of the same key, but its generated code is gone or damaged"
-        _warn_once(why, f"{hooks}: compiled again, because there was {why}")
+        _warn_once(why, f"{rules}: compiled again, because there was {why}")
     elif lookup.other_sizes:
         why = "entries of the same key are for other sizes"
     else:
         why = "no entry of this key"
     _count("miss", why)
-    note = notes.Note(lookup.full_key, hooks, why, lookup.key.lines, lookup.lines, aot_cache.settings_of_torch())
+    note = notes.Note(lookup.full_key, rules, why, lookup.key.lines, lookup.lines, aot_cache.settings_of_torch())
     try:
         if log.isEnabledFor(logging.DEBUG) and (other := notes.nearest(note, notes.all_notes())) is not None:
             log.debug("cache miss: the nearest key differs in\n%s", notes.difference(other, note))

@@ -111,6 +111,7 @@ _paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDi
 
 
 def _name_within(outer: nn.Module, inner: nn.Module) -> str | None:
+    """The name of the module `inner` in `outer`, as `named_modules` gives it; None if it is not in it."""
     name = _paths.get(outer, {}).get(id(inner))
     if name is not None:
         with contextlib.suppress(AttributeError):  # the model was changed since

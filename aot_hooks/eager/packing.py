@@ -77,14 +77,16 @@ class _Packed:
 class EagerValue:
     """One saved tensor: the tensor (detached), or what a hook made of it. Autograd holds it, or a `Saved` of it."""
 
-    def __init__(self, x: torch.Tensor, hook: Hook, row: EagerRow | None = None, again: Setting | None = None) -> None:
+    def __init__(
+        self, x: torch.Tensor, hook: Hook, row: EagerRow | None = None, late_policy: Setting | None = None
+    ) -> None:
         self.tensor: torch.Tensor | None = x.detach()
         # as long as this lives no other storage gets the same address, which `_Local.seen` relies on
         self.storage = StorageWeakRef(x.untyped_storage()) if x.layout is torch.strided else None
         self.version = x._version
         self.hook = hook
         self.row = row
-        self.again = again  # the policy that chooses for `row` again before packing
+        self.late_policy = late_policy  # a policy that reads names: it chooses for `row` once more before packing
         self.saves: list[weakref.ref[Saved]] = []  # for each operator that saved it, if the hook may round
         self.packed: _Packed | None = None
         self.answers: _Packed | None = None  # for operators that only compare the numbers, beside rounded ones
@@ -137,18 +139,18 @@ def _held_for(setting: Setting, x: torch.Tensor) -> EagerValue | Saved:
     outermost = _outermost_frame()
     hook, row = _choose(setting, x, outermost)
     # a policy that reads names chooses again before packing: the program names a result after autograd has saved it
-    again = setting if row is not None and row.names is not None else None
-    if hook is KEEP and again is None:
+    late_policy = setting if row is not None and row.names is not None else None
+    if hook is KEEP and late_policy is None:
         return EagerValue(x, hook)
     layout = (x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg())
     which = hook.name, id(hook.pack), id(hook.unpack)  # a user's functions may have a comparison of their own
-    key = (torch_values.storage_key(x), *layout, x._version, which if again is None else again.key)
+    key = (torch_values.storage_key(x), *layout, x._version, which if late_policy is None else late_policy.key)
     value = _local.seen.get(key)
     # what is packed serves only the operator that saved it: a write through `x.data` since then has left no trace
     if value is None or (value.packed is not None and value.operator != autograd.next_sequence_number()):
-        value = _local.seen[key] = EagerValue(x, hook, row, again)
+        value = _local.seen[key] = EagerValue(x, hook, row, late_policy)
         _schedule(value, x, may_be_output=outermost is not None and (setting.scope or SCOPE) == "donated")
-    if _local.saved_by_compiled is not None or not (hook.lossy or again):
+    if _local.saved_by_compiled is not None or not (hook.lossy or late_policy):
         return value
     saved = Saved(value)
     value.saves.append(weakref.ref(saved))
@@ -162,7 +164,7 @@ def _schedule(value: EagerValue, x: torch.Tensor, *, may_be_output: bool) -> Non
         value.state = State.UNDECIDED
     elif may_be_output or value.hook.lossy:
         _decide_at_death(value, x, may_be_output)
-    elif value.again:  # at a later save: until then it may get its name
+    elif value.late_policy:  # at a later save: until then it may get its name
         value.state = State.READY
         _local.pending.append(weakref.ref(value))
     else:
@@ -317,9 +319,9 @@ def _choose_for(setting: Setting, row: EagerRow) -> Hook:
 
 def _choose_again(value: EagerValue) -> None:
     """Have a policy that reads names choose for `value` once more, now that the program has named it."""
-    if value.again is not None:
+    if value.late_policy is not None:
         assert value.row is not None
-        setting, value.again = value.again, None
+        setting, value.late_policy = value.late_policy, None
         value.row.update_names()
         value.hook = _choose_for(setting, value.row)
 
@@ -458,6 +460,7 @@ def _copy_containers(packed: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _call(value: EagerValue, hook: Hook, part: str, argument: Any) -> Any:
+    """Call `pack` or `unpack` of `hook`, without autograd and hooks. Its errors become `HookTraceError`."""
     try:
         with torch.no_grad(), torch_values.no_autocast():  # a hook's own operators save nothing
             return autograd.call_without_hooks(getattr(hook, part), (argument,), "aot_hooks: inside a hook")

@@ -150,10 +150,10 @@ def _find(waiting: Waiting, start: Any, incomplete: int | None = None) -> None:
 
 def _read(node: Any, *, runs: bool = False) -> None:
     """Note how the backward of `node` reads what was saved for it. `runs`: it runs now, so it can't be traced."""
-    held = autograd.packed_by(node)
-    if any(isinstance(each, Saved) and each.reading is None for each in held.values()):
-        readings = _readings(node, held, runs)
-        for name, each in held.items():
+    packed = autograd.packed_by(node)
+    if any(isinstance(each, Saved) and each.reading is None for each in packed.values()):
+        readings = _readings(node, packed, runs)
+        for name, each in packed.items():
             if isinstance(each, Saved) and each.reading is None:
                 each.reading = readings[name]
 
@@ -161,21 +161,23 @@ def _read(node: Any, *, runs: bool = False) -> None:
 _known: dict[Any, dict[str, Reading]] = {}
 
 
-def _readings(node: Any, held: Mapping[str, Any], runs: bool) -> dict[str, Reading]:
-    """How the backward of `node` reads each tensor that it has saved, by the names of `held`.
+def _readings(node: Any, packed: Mapping[str, Any], runs: bool) -> dict[str, Reading]:
+    """How the backward of `node` reads each tensor that it has saved, by the names in `packed`.
 
     Found once for each kind of node by tracing its backward on fake tensors. A node that `runs` can't be traced, so
     its reads are unknown unless another of its kind was traced before.
+
+    `packed`: what our pack hook returned for each of these tensors, by the name of the node's attribute.
     """
-    unknown = dict.fromkeys(held, _unknown(node))
+    unknown = dict.fromkeys(packed, _unknown(node))
     if autograd.is_python_node(node):
         return unknown
-    kind = _kind(node, held)
+    kind = _kind(node, packed)
     if kind not in _known:
         if runs:  # it holds a lock, and a second run of it would wait for that
             return unknown
         try:
-            found = _trace(node, held)
+            found = _trace(node, packed)
         except RuntimeError:  # an operator without a fake kernel, or one that reads values
             if not autograd.packed_by(node):  # its backward has run meanwhile, on another thread
                 return unknown
@@ -190,9 +192,9 @@ def _unknown(node: Any) -> Reading:
     return Reading(reads=(Read("unknown", operator_behind(node.name())),))
 
 
-def _kind(node: Any, held: Mapping[str, Any]) -> Any:
+def _kind(node: Any, packed: Mapping[str, Any]) -> Any:
     """What the readings of `node` depend on."""
-    tensors = [(name, value.shape, value.dtype, value.device) for name, value in _values(held)]
+    tensors = [(name, value.shape, value.dtype, value.device) for name, value in _values(packed)]
     tensors += [(str(i), r.shape, r.dtype, r.device) for i, r in enumerate(autograd.results_of(node))]
     counts = [torch.Size(shape).numel() for _, shape, _, _ in tensors]
     largest = max(counts)
@@ -202,14 +204,15 @@ def _kind(node: Any, held: Mapping[str, Any]) -> Any:
     return node.name(), autograd.plain_values(node), kinds, sizes, edges
 
 
-def _values(held: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, each in held.items():
+def _values(packed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The names in `packed`, each with its `EagerValue`."""
+    for name, each in packed.items():
         yield name, each.value if isinstance(each, Saved) else each
 
 
-def _trace(node: Any, held: Mapping[str, Any]) -> dict[str, Reading]:
-    """How the backward of `node` reads each tensor of `held`, from its graph."""
-    numbers = {id(each): i for i, each in enumerate(held.values())}  # of the same one twice, the last
+def _trace(node: Any, packed: Mapping[str, Any]) -> dict[str, Reading]:
+    """How the backward of `node` reads each tensor of `packed`, from its graph."""
+    numbers = {id(each): i for i, each in enumerate(packed.values())}  # of the same one twice, the last
     results = autograd.results_of(node)
     if operator_behind(node.name()) in _ONE_RESULT:
         results = [results[0], *(None for _ in results[1:])]
@@ -225,7 +228,7 @@ def _trace(node: Any, held: Mapping[str, Any]) -> dict[str, Reading]:
         return [each for each in several if each is not None]
 
     with autograd.fake_operators():
-        tensors = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=v.device) for _, v in _values(held)]
+        tensors = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=v.device) for _, v in _values(packed)]
         gradients = [
             torch.empty(r.shape, dtype=r.dtype, device=r.device)
             if r is not None and (r.dtype.is_floating_point or r.dtype.is_complex)
@@ -236,7 +239,7 @@ def _trace(node: Any, held: Mapping[str, Any]) -> dict[str, Reading]:
     inputs = graph.graph.find_nodes(op="placeholder")[: len(tensors)]
     reads = BackwardReads(None, graph, [(n, n) for n in inputs])
     found = {}
-    for name, each in held.items():
+    for name, each in packed.items():
         n = inputs[numbers[id(each)]]
         tests = tests_of(n)
         # what an operator asks beside numbers that it reads can't be answered apart from them

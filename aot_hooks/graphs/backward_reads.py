@@ -459,6 +459,7 @@ def only_at(user: Node, node: Node, position: int) -> bool:
 
 
 def _moves_numbers(user: Node, node: Node) -> bool:
+    """Whether `user` gives the numbers of `node` on as they are: moved, or in a wider format."""
     name = target_name(user)
     if user.op != "call_function" or not only_at(user, node, 0):
         return False

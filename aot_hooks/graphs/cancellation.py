@@ -46,6 +46,7 @@ def too_high_power(user: Node) -> bool:
 
 
 def _is_power(node: Any) -> bool:
+    """Whether `node` is a square, or a power with another exponent than -1 to 1."""
     if not isinstance(node, Node):
         return False
     if node.target is _aten.mul.Tensor:

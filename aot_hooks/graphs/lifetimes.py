@@ -403,6 +403,7 @@ def random_masks(nodes: Iterable[Node]) -> dict[Node, Node]:
 
 
 def _only_mask(drawn: Node) -> Node | None:
+    """The comparison that alone reads the random numbers `drawn`; None if something else does."""
     node = drawn
     for _ in range(2):  # at most behind a conversion
         if len(node.users) != 1 or not fuses(node := next(iter(node.users))):

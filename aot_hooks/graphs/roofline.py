@@ -335,6 +335,7 @@ def predicted_ms(*graphs: Any, **settings: Any) -> float:
 
 
 def _operation_count(node: Node) -> int:
+    """Additions and multiplications of `node`, by torch's formulas."""
     formula = _FORMULAS.get(_name(node)) or flop_registry[_packet(node)]
     count = _count(formula, *leaves_of((node.args, dict(node.kwargs), node.meta.get("val"))))
     # causal attention skips half of the products, which the formulas count

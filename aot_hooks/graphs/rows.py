@@ -226,6 +226,7 @@ def _of_one(source: Node, rows: Rows, out: Rows | None, call: Callable[[Any, Any
 
 
 def _constant(node: Node, wanted: Rows | None) -> TokenStep | None:
+    """A tensor of constants, for some tokens, where what reads it wants tokens."""
     if wanted is None:
         return None
     size = shape_of(node)
@@ -252,6 +253,7 @@ def carried(rows: Rows, source: Sequence[Any], target: Sequence[Any]) -> Rows | 
 
 
 def _view(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
+    """A view, such as `reshape`, that does not mix tokens with other dimensions."""
     source: Any = node.args[0]
     shape = shape_of(node)
     inside = known.get(source)
@@ -265,6 +267,7 @@ def _view(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenS
 
 
 def _expand(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
+    """`expand` along dimensions that have no tokens, or from 1 to the tokens."""
     source: Any = node.args[0]
     shape = shape_of(node)
     aligned = _aligned(node, {**known}, wanted)
@@ -312,11 +315,13 @@ def _aligned(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> tup
 
 
 def _elementwise(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
+    """An elementwise operator, with its inputs broadcast."""
     aligned = _aligned(node, known, wanted)
     return None if aligned is None else TokenStep(*aligned, _same(node))
 
 
 def _permute(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
+    """A permutation that leaves the dimensions of tokens together and in their order."""
     source: Any = node.args[0]
     order, ndim = order_of(node), len(shape_of(source))
     inside = known.get(source)
@@ -335,6 +340,8 @@ def _permute(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> Tok
 
 
 def _product(node: Node, known: Mapping[Node, Rows], wanted: Rows | None) -> TokenStep | None:
+    """A product, with tokens in the rows of its left factor or the columns of its right one; a sum over tokens, if both
+    factors have them in the dimension that is summed."""
     *bias, a, b = node.args[: 3 if "addmm" in str(node.target) else 2]
     if a is b or not is_tensor(a) or not is_tensor(b):
         return None

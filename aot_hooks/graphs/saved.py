@@ -213,6 +213,12 @@ def row_of(fw_node: Node, bw_node: Node, storage: int, roots: Mapping[str, str])
     )
 
 
+def rows_of(pairs: Iterable[tuple[Node, Node]], roots: Mapping[str, str]) -> list[SavedTensor]:
+    """The rows of intermediates, each with its input of the backward. Their storages are numbered from 0."""
+    numbers: dict[Any, int] = {}
+    return [row_of(n, slot, numbers.setdefault(storage_of(n), len(numbers)), roots) for n, slot in pairs]
+
+
 def is_size(value: Any) -> bool:
     """Whether `value`, an output of the forward, is the node of a size: torch passes these before tensors."""
     val = value.meta.get("val") if isinstance(value, Node) else None
@@ -264,6 +270,7 @@ def _readers(node: Node) -> list[Node]:
 
 
 def _names(node: Node) -> tuple[str, ...]:
+    """The names that the user gave `node`, or a tensor that it is a view of."""
     names: dict[str, None] = {}
     value: Node | None = node
     while value is not None:
@@ -318,6 +325,7 @@ def _module_path(node: Node, roots: Mapping[str, str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _relative(outermost: str, raw: str, roots: tuple[tuple[str, str], ...]) -> str:
+    """Dynamo's path `raw` of a module as the user writes it, below the module of `roots`, or below `outermost`."""
     outermost, raw = _without_getattr(outermost), _without_getattr(raw)
     root = re.match(r"^[LG]\['[^']*'\]", raw)
     base = dict(roots).get(root[0], "") if root is not None else ""

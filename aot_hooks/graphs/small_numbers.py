@@ -63,7 +63,7 @@ class Elementwise:
         return common is not None and not any(map(self._is_gate_of_itself, chain[:common]))
 
     def _made_of(self, node: Node) -> dict[Node, None]:
-        """`node`, and each node of which alone it is an elementwise function, the nearest first.
+        """`node` and its sources, the nearest first: `node` is an elementwise function of each source alone.
 
         Of tanh(x + x ** 3): the tanh, the sum, x ** 3 and x.
         """
@@ -79,11 +79,11 @@ class Elementwise:
 
     def _chain_of(self, node: Node) -> dict[Node, None]:
         """The nodes that lead to `node`, nearest first: each is computed from the next one and no other tensor."""
-        found: dict[Node, None] = {}
-        while node not in found:
-            found[node := self._forward_node_of.get(node, node)] = None
-            if len(sources := _sources(node)) == 1:
-                node = self._forward_node_of.get(sources[0], sources[0])
+        node = self._forward_node_of.get(node, node)
+        found: dict[Node, None] = {node: None}
+        while len(sources := _sources(node)) == 1:
+            node = self._forward_node_of.get(sources[0], sources[0])
+            found[node] = None
         return found
 
     def _common_source(self, node: Node, found: dict[Node, None]) -> Node | None:
@@ -98,7 +98,7 @@ class Elementwise:
         return common
 
     def _is_gate_of_itself(self, node: Node) -> bool:
-        """Whether `node`, plus or times numbers, is multiplied with what it is made of."""
+        """Whether `node`, plus or times numbers, is multiplied with one of its own sources, as in x * sigmoid(x)."""
         node = self._forward_node_of.get(node, node)
         own = self._made_of(node)
 
@@ -133,6 +133,7 @@ def _sources(node: Node) -> list[Node]:
 
 
 def _changes_by_numbers(node: Node) -> bool:
+    """Whether `node` only moves, converts, or adds to or multiplies by constants what it reads."""
     name = str(node.target)
     by_number = name in _BY_NUMBER and not any(isinstance(a, Node) for a in node.args[1:])
     return by_number or name in tables.MOVES | tables.CONVERSIONS

@@ -69,6 +69,7 @@ def _cuda(index: int) -> torch.device:
 
 @functools.cache
 def _measured(index: int) -> Rates:
+    """The rates of a CUDA device, measured once. Ranks of a job with equal devices agree on them."""
     device = _cuda(index)
     copied = 64 << 20
     with torch_values.without_modes(), torch.no_grad(), torch.cuda.device(device), torch.random.fork_rng([index]):

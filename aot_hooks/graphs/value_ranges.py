@@ -37,6 +37,7 @@ def value_range(node: Node) -> _Range:
 
 
 def _range(node: Node) -> _Range:
+    """The range of `node` by its operators, or that of its dtype."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None

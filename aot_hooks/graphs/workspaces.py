@@ -75,7 +75,7 @@ def columns_at_once(count: int, columns: int) -> int:
 
 
 def _slice_of_sums(node: Node) -> int:
-    """The sums of some columns, and the rows that are added to them, without those that are masked."""
+    """Bytes of one slice of `row_sums`: some columns of the sums, and with a mask of the rows, in float32."""
     rows, mask = _value(node, "rows"), argument_called("mask", node)
     count, columns = map(torch_values.hint, node.meta["val"].shape)
     width = columns_at_once(count, columns)
@@ -94,7 +94,7 @@ def _attention_backward(node: Node) -> int:
 
 
 def _convolution(node: Node, x: Any, w: Any, y: Any, backward: bool = False) -> int:
-    """A convolution of `x` by `w` to `y`, or its backward, which has a gradient for each.
+    """Bytes that a convolution of `x` by `w` to `y` allocates inside, or its backward, which has a gradient for each.
 
     What is read and what is written are reordered, at different times in the forward. Half precision is computed in
     float32 where the processor does not know it, and its results are there beside.

@@ -54,6 +54,7 @@ def layouts_of(tensors: Sequence[torch.Tensor]) -> str:
 def _offload_together(
     tensors: Sequence[torch.Tensor], limit: int, terms: Sequence[float], carried: Sequence[int]
 ) -> list[torch.Tensor]:
+    """Send or keep `tensors` as the step's plan says. Returns a ticket, and tensors of the sizes of those `carried`."""
     device, most = tensors[0].device, None if limit == NO_LIMIT else limit
     kept = _in_own_memory([x.contiguous() for x in tensors])
     memory = (ctypes.c_int64 * 1)()
@@ -105,6 +106,7 @@ def _in_own_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _reload_together(
     ticket: torch.Tensor, carriers: Sequence[torch.Tensor], device: torch.device, layouts: str
 ) -> list[torch.Tensor]:
+    """The tensors of `ticket`, on the device. `carriers`, `layouts` are for compilers: they tell the sizes."""
     items = _items.get(ticket.data_ptr())
     if items is None:
         raise RuntimeError(
@@ -198,7 +200,7 @@ def all_followers() -> list[Follower]:
     return [*_followers.values()]
 
 
-settling.counts.append(lambda: sum(follower.unsettled_count for follower in all_followers()))
+settling.unsettled_counts.append(lambda: sum(follower.unsettled_count for follower in all_followers()))
 
 
 def _mark(device: torch.device) -> Any:

@@ -49,6 +49,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def captures(stream: torch.cuda.Stream) -> bool:
+    """Whether a CUDA graph is captured on `stream`."""
     with torch.cuda.stream(stream):
         return torch.cuda.is_current_stream_capturing()
 

@@ -283,10 +283,12 @@ def _in_pages(nbytes: int) -> int:
 
 
 def _smallest(blocks: Iterable[Block], nbytes: int, most: float = math.inf) -> Block | None:
+    """The smallest of `blocks` with a capacity from `nbytes` to `most`."""
     return min((b for b in blocks if nbytes <= b.capacity <= most), key=lambda b: b.capacity, default=None)
 
 
 def _allocate(capacity: int, pinned: bool) -> Block | None:
+    """A block of new host memory, pinned or not; None if there is none."""
     try:
         # shared, because copy-on-write after a fork would move the pages that the device writes
         memory = mmap.mmap(-1, capacity)
@@ -300,6 +302,7 @@ def _allocate(capacity: int, pinned: bool) -> Block | None:
 
 
 def _pin(address: int, nbytes: int) -> bool:
+    """Pin host memory, for copies from any device. False if CUDA refuses."""
     if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)) == 0:
         return True
     with contextlib.suppress(RuntimeError):

@@ -371,6 +371,7 @@ def _sources_of_view(node: Node) -> list[Node]:
 
 
 def _sources_in_hook(node: Node) -> list[Node]:
+    """The nodes of the same hook that `node` reads."""
     return [n for n in node.all_input_nodes if FROM_HOOK in n.meta and n.op == "call_function"]
 
 
@@ -389,6 +390,7 @@ def _item(crossing: _Crossing, kind: int, forward: _GraphSteps, backward: _Graph
 
 
 def _is_unfused_kernel(node: Node) -> bool:
+    """Whether a compiler runs `node` as a kernel of its own: products, attention, operators that it does not know."""
     namespace = getattr(node.target, "namespace", None)
     foreign = namespace is not None and namespace not in _BUILT_IN  # unknown to torch's compilers
     return foreign or has_formula(node) or is_attention(node)

@@ -105,6 +105,7 @@ def _wanted(choice: Choice) -> Iterator[tuple[Node, tuple[Node, ...], tuple[Test
 
 
 def _exact_hook(value: SavedValue, tests: tuple[Test, ...] | None) -> Hook:
+    """The hook that stores an answer in the fewest bits."""
     if tests:
         return compare_hook(tests, value.row.dtype)
     if value.row.dtype is torch.bool:

@@ -39,7 +39,7 @@ from ..graphs.nodes import (
 )
 from ..graphs.read_tables import CONVERSIONS, MOVES
 from ..graphs.roofline import has_formula
-from ..graphs.saved import SavedTensor, crossing_pairs, row_of
+from ..graphs.saved import SavedTensor, crossing_pairs, rows_of
 from ..hook import Hook
 from ..torch_private.values import same_size
 from .answers import in_plans_only
@@ -104,8 +104,7 @@ def recast(
         else:
             found.append(copy)
     copies = [copy for copy in found if storage_of(copy.node) not in left]
-    numbers: dict[Any, int] = {}
-    rows = [row_of(c.node, c.slot, numbers.setdefault(storage_of(c.node), len(numbers)), roots) for c in copies]
+    rows = rows_of([(copy.node, copy.slot) for copy in copies], roots)
     if copies:
         _save_sources(fw, bw, num_fwd_outputs, copies)
     return tuple(rows)

@@ -45,10 +45,10 @@ from .regions import (
     TokenRegion,
     depends_on,
     each_region,
-    grown,
     known_count,
     outputs_of,
     seeds_of,
+    steps_around,
     tangents_of,
     why_read,
 )
@@ -259,7 +259,7 @@ def _chunk_one(gm: GraphModule, seed: Node, tokens: int | None, finer: int, *, s
     after = depends_on(nodes, region.outputs) - region.steps.keys()  # what is computed from results of the loop
     gradients = [n for n in region.steps if n in tangents]
     rows = hint(region.token_count())
-    count = _chunks(seed, rows, tokens, finer)
+    count = _chunk_count(seed, rows, tokens, finer)
     names = {n.name for n in region.steps if target_name(n) in PRODUCTS}
     loop = Loop(gm, region.steps, seed, count, region.kept)
     forward, backward = (region.outputs_of(backward=which) for which in (False, True))
@@ -284,7 +284,8 @@ def _chunk_one(gm: GraphModule, seed: Node, tokens: int | None, finer: int, *, s
     return _Made(how, names, count, rows - rows // count * (count - 1))
 
 
-def _chunks(seed: Node, count: int, tokens: int | None, finer: int) -> int:
+def _chunk_count(seed: Node, count: int, tokens: int | None, finer: int) -> int:
+    """How many chunks `count` tokens make. Raises `LeftWhole` if it is one. `tokens`, `finer`: see `chunked`."""
     each = tokens if tokens is not None else max(1, _TOKENS.get(seed.meta["val"].device.type, 1024) // finer)
     chunks = min(_MOST_CHUNKS, -(-count // each))
     if chunks < 2:
@@ -296,13 +297,17 @@ def _chunks(seed: Node, count: int, tokens: int | None, finer: int) -> int:
 
 
 def _region(gm: GraphModule, seed: Node, *, sliced: bool) -> TokenRegion:
+    """The region of the logits `seed` and their loss. Raises `LeftWhole` with the reason if they can't be cut.
+
+    `sliced`: slices that leave tokens out belong to it; its chunks are of the tokens that are left.
+    """
     nodes = list(gm.graph.nodes)
     size = known_count(seed) * shape_of(seed)[1] // 2  # a part of the vocabulary may be cut off, or some tokens
 
     def is_big(node: Node) -> bool:
         return is_tensor(node) and hint(node.meta["val"].numel()) >= size
 
-    inside = grown(nodes, seed, is_big, sliced=sliced)
+    inside = steps_around(nodes, seed, is_big, sliced=sliced)
     if not any(target_name(n) in _EXPONENTIALS for n in inside):
         if any(user.op == "output" for n in inside if is_big(n) for user in n.users):
             raise LeftWhole(_LOSS_OUTSIDE)
@@ -310,7 +315,7 @@ def _region(gm: GraphModule, seed: Node, *, sliced: bool) -> TokenRegion:
     from_seed = depends_on(nodes, [seed])
     outputs = outputs_of(inside, [n for n in inside if n in from_seed], is_big, _why_read)
     region = TokenRegion(seed, inside, tuple(outputs), tangents_of(gm))
-    # without adopted nodes that only others' results need
+    # Without large nodes that no output of the region needs.
     steps = {n: inside[n] for n in region.needed(outputs)}
     return replace(region, steps=steps, kept=_kept_tokens(steps, outputs))
 
@@ -352,6 +357,7 @@ def _why_alone(nodes: list[Node], seed: Node, inside: Mapping[Node, TokenStep], 
 
 
 def _why_read(node: Node, reader: Node) -> str:
+    """Why logits that `reader` needs as a whole can't be cut, with a way out."""
     way_out = "; compute what it is for outside of the compiled function, or from the hidden states"
     if reader.op == "output":
         way_out = (

@@ -31,7 +31,7 @@ from ..torch_private.values import computed_from, expression, is_operator, symbo
 from .chunk_order import OntoLogits, join_rows, onto_logits, wait_for, wait_for_all
 from .chunk_sums import add_product
 from .edits import run_on_fakes
-from .regions import PRODUCTS, LeftWhole, marked
+from .regions import PRODUCTS, LeftWhole, mark_in_parts
 
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _LOW = (torch.bfloat16, torch.float16)
@@ -128,14 +128,16 @@ class Loop:
 
 
 @dataclass
-class _Written:
+class _LoopDraft:
     """One loop while it is written.
 
     Attributes:
-        wide: gradients are made before their scale is known, and stay in float32 until then.
+        wide: gradients that are made before their scale is known, and stay in float32 until then.
         stand_ins: nodes outside of the region that stand for others in the loop.
         waits_for_inputs: each input of a chunk waits for the chunk before it.
-        rows, sums: results so far.
+        rows, sums: results so far, by node of the region: a node for each chunk; the parts of a sum over chunks.
+        cuts: inputs of the region in pieces, one for each chunk.
+        casts: inputs of products in float32, by the input.
     """
 
     loop: Loop
@@ -164,19 +166,19 @@ def write_chunks(
         waits_for: a tensor that the loop must not start before.
         waits_for_inputs: a chunk waits for the one before it wherever it reads an input, not in products alone.
         scale: a number that multiplies the outputs `scaled`, and the nodes by which the region reads it. The loop is
-            written as if it were 1.
+            draft as if it were 1.
     """
     stand_ins = {} if scale is None else _with_one(loop, *scale)
-    written = _Written(loop, scaled if scale is not None else (), stand_ins, waits_for_inputs)
-    done = [] if waits_for is None else [waits_for]
-    over = None if waits_for_inputs else onto_logits(loop.steps, nodes, outputs)
+    draft = _LoopDraft(loop, scaled if scale is not None else (), stand_ins, waits_for_inputs)
+    before_chunk = [] if waits_for is None else [waits_for]
+    order = None if waits_for_inputs else onto_logits(loop.steps, nodes, outputs)
     for i in range(loop.count):
-        done = _chunk(written, nodes, outputs, i, done, over)
+        before_chunk = _chunk(draft, nodes, outputs, i, before_chunk, order)
     found = {}
     for node in outputs:
         number = scale[0] if scale is not None and node in scaled else None
         before = set(loop.graph.nodes)
-        found[node] = _joined(written, node, number)
+        found[node] = _joined(draft, node, number)
         if loop.steps[node].out is None:
             for made in set(loop.graph.nodes) - before:
                 made.meta[_SUM] = True
@@ -201,89 +203,97 @@ class _Chunk:
 
     Attributes:
         outputs: the nodes whose values the loop returns.
-        done: results that this chunk waits for.
+        waits_for: results of the chunk before, which this one waits for.
         env: the chunk's node for each node of the region.
-        held: inputs of products that wait.
-        outside: inputs that gradients of logits read, as they do.
+        waiting: the chunk's inputs behind a `wait_for`, by the input.
+        outside: the inputs that gradients of logits read, behind the `wait_for_all` of this chunk.
     """
 
-    written: _Written
+    draft: _LoopDraft
     outputs: Collection[Node]
     i: int
-    done: list[Node]
+    waits_for: list[Node]
     env: dict[Node, Node] = field(default_factory=dict)
-    held: dict[Node, Node] = field(default_factory=dict)
+    waiting: dict[Node, Node] = field(default_factory=dict)
     outside: dict[tuple[Node, TokenRead], Node] = field(default_factory=dict)
 
     def input_of(self, node: Node, step: TokenStep) -> Node:
+        """The node of this chunk for `node`, which a node with `step` reads."""
         if node in self.env:
             return self.env[node]
         read = step.reads.get(node)
         if read is not None and (node, read) in self.outside:
             return self.outside[node, read]
-        return self.written.stand_ins.get(node, node) if read is None else _cut(self.written, node, read)[self.i]
+        return self.draft.stand_ins.get(node, node) if read is None else _cut(self.draft, node, read)[self.i]
 
     def write(self, node: Node) -> None:
-        written, loop, env = self.written, self.written.loop, self.env
+        """Write `node` of the region for this chunk, or add its value to a sum over chunks."""
+        draft, loop, env = self.draft, self.draft.loop, self.env
         step = loop.steps[node]
         if step.out is None and node in self.outputs:
-            _add_to_sum(written, node, step, env, lambda n: self.input_of(n, step))
+            _add_to_sum(draft, node, step, env, lambda n: self.input_of(n, step))
             return
-        waits = self.done and (written.waits_for_inputs or str(node.target) in PRODUCTS)
+        waits = self.waits_for and (draft.waits_for_inputs or str(node.target) in PRODUCTS)
 
-        def one(n: Node) -> Node:
+        def input_in_turn(n: Node) -> Node:
             found = self.input_of(n, step)
             if waits and n not in env and n in step.reads:
-                if found not in self.held:
-                    self.held[found] = loop.add(wait_for, found, self.done)
-                return self.held[found]
+                if found not in self.waiting:
+                    self.waiting[found] = loop.add(wait_for, found, self.waits_for)
+                return self.waiting[found]
             return found
 
-        if node in written.wide and str(node.target) == "aten.mm.default" and node.meta["val"].dtype in _LOW:
-            env[node] = _product(written, node, env, lambda n: self.input_of(n, step))
+        if node in draft.wide and str(node.target) == "aten.mm.default" and node.meta["val"].dtype in _LOW:
+            env[node] = _wide_product(loop, *_factors(draft, node, env, lambda n: self.input_of(n, step)))
         else:
-            target, args, kwargs = step.build(lambda values: map_arg(values, one), loop.sizes[self.i])
+            target, args, kwargs = step.build(lambda values: map_arg(values, input_in_turn), loop.sizes[self.i])
             env[node] = loop.add(target, *args, **kwargs)
             env[node].meta.update(
                 {k: v for k, v in node.meta.items() if k in ("custom", "stack_trace", "nn_module_stack")}
             )
         if node in self.outputs:
-            written.rows.setdefault(node, []).append(env[node])
+            draft.rows.setdefault(node, []).append(env[node])
 
-    def wait(self, over: OntoLogits) -> None:
+    def wait(self, order: OntoLogits) -> None:
         """Have what gradients of logits read wait until nothing else has to read logits."""
-        loop = self.written.loop
-        numbers = [self.env[n] for n in over.numbers] + [_cut(self.written, *each)[self.i] for each in over.outside]
-        waited = loop.add(wait_for_all, numbers, self.results(over.results))
+        loop = self.draft.loop
+        numbers = [self.env[n] for n in order.numbers] + [_cut(self.draft, *each)[self.i] for each in order.outside]
+        waited = loop.add(wait_for_all, numbers, self.results(order.results))
         made = [loop.add(operator.getitem, waited, j) for j in range(len(numbers))]
-        self.env.update(zip(over.numbers, made, strict=False))
-        self.outside.update(zip(over.outside, made[len(over.numbers) :], strict=True))
+        self.env.update(zip(order.numbers, made, strict=False))
+        self.outside.update(zip(order.outside, made[len(order.numbers) :], strict=True))
 
     def results(self, outputs: Iterable[Node]) -> list[Node]:
-        parts = (self.written.sums[n] if n not in self.env else [self.env[n]] for n in outputs)
+        """The nodes that have the values of `outputs` of the region in this chunk, or the sums so far."""
+        parts = (self.draft.sums[n] if n not in self.env else [self.env[n]] for n in outputs)
         return [node for part in parts for node in part]
 
 
 def _chunk(
-    written: _Written, nodes: Sequence[Node], outputs: Sequence[Node], i: int, done: list[Node], over: OntoLogits | None
+    draft: _LoopDraft,
+    nodes: Sequence[Node],
+    outputs: Sequence[Node],
+    i: int,
+    waits_for: list[Node],
+    order: OntoLogits | None,
 ) -> list[Node]:
-    """Write chunk `i`, which waits for `done`. Returns the nodes that have its results."""
-    chunk = _Chunk(written, outputs, i, done)
-    for node in nodes if over is None else over.before:
+    """Write chunk `i`, which waits for the results `waits_for`. Returns the nodes that have its own."""
+    chunk = _Chunk(draft, outputs, i, waits_for)
+    for node in nodes if order is None else order.before:
         chunk.write(node)
-    if over is not None:
-        chunk.wait(over)
-        for node in over.after:
+    if order is not None:
+        chunk.wait(order)
+        for node in order.after:
             chunk.write(node)
     return chunk.results(outputs)
 
 
-def _cut(written: _Written, node: Node, read: TokenRead) -> list[Node]:
-    """`node`, an input of the region, for each chunk."""
-    if (node, read) in written.cuts:
-        return written.cuts[node, read]
-    loop = written.loop
-    source = written.stand_ins.get(node, node)
+def _cut(draft: _LoopDraft, node: Node, read: TokenRead) -> list[Node]:
+    """The pieces of `node`, an input of the region, one for each chunk; all of it for each if it has no tokens."""
+    if (node, read) in draft.cuts:
+        return draft.cuts[node, read]
+    loop = draft.loop
+    source = draft.stand_ins.get(node, node)
     shape = shape_of(source)
     rows = read.rows
     if read.like:
@@ -301,7 +311,7 @@ def _cut(written: _Written, node: Node, read: TokenRead) -> list[Node]:
     else:
         split = loop.add(_aten.split_with_sizes.default, source, loop.sizes, rows.first)
         found = [loop.add(operator.getitem, split, i) for i in range(loop.count)]
-    written.cuts[node, read] = found
+    draft.cuts[node, read] = found
     return found
 
 
@@ -353,23 +363,24 @@ def read_sizes_of_inputs(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _add_to_sum(written: _Written, node: Node, step: TokenStep, env: Mapping[Node, Node], input_of: Any) -> None:
-    loop, before = written.loop, written.sums.get(node)
+def _add_to_sum(draft: _LoopDraft, node: Node, step: TokenStep, env: Mapping[Node, Node], input_of: Any) -> None:
+    """Compute a sum over the tokens of one chunk, and add it to the sum over the chunks before, if there are any."""
+    loop, before = draft.loop, draft.sums.get(node)
     if str(node.target) != "aten.mm.default":
         target, args, kwargs = step.build(lambda values: map_arg(values, input_of), None)
         made = loop.add(target, *args, **kwargs)
-        written.sums[node] = [made if before is None else loop.add(_aten.add.Tensor, before[0], made)]
+        draft.sums[node] = [made if before is None else loop.add(_aten.add.Tensor, before[0], made)]
         return
-    a, b = _factors(written, node, env, input_of)
+    a, b = _factors(draft, node, env, input_of)
     lefts = [a]
     if (size := _rows_of_part(node)) is not None:
         count = shape_of(a)[0]
         lefts = [loop.add(_aten.slice.Tensor, a, 0, i, min(i + size, count)) for i in range(0, count, size)]
     if before is None:
-        written.sums[node] = [_wide_product(loop, left, b) for left in lefts]
+        draft.sums[node] = [_wide_product(loop, left, b) for left in lefts]
     else:
         pairs = zip(before, lefts, strict=True)
-        written.sums[node] = [loop.add(add_product, total, left, b) for total, left in pairs]
+        draft.sums[node] = [loop.add(add_product, total, left, b) for total, left in pairs]
 
 
 def _rows_of_part(node: Node) -> int | None:
@@ -382,29 +393,25 @@ def _rows_of_part(node: Node) -> int | None:
     return -(-rows // parts) if parts > 1 else None
 
 
-def _product(written: _Written, node: Node, env: Mapping[Node, Node], input_of: Any) -> Node:
-    """A product in low precision with a result in float32."""
-    return _wide_product(written.loop, *_factors(written, node, env, input_of))
-
-
 def _wide_product(loop: Loop, a: Node, b: Node) -> Node:
+    """A product whose result is in float32, also of factors in low precision."""
     if a.meta["val"].dtype in _LOW:
         return loop.add(_aten.mm.dtype, a, b, torch.float32)
     return loop.add(_aten.mm.default, a, b)
 
 
-def _factors(written: _Written, node: Node, env: Mapping[Node, Node], input_of: Any) -> tuple[Node, Node]:
+def _factors(draft: _LoopDraft, node: Node, env: Mapping[Node, Node], input_of: Any) -> tuple[Node, Node]:
     """The factors of `mm`. On a CPU, which has no product of low precision with a result in float32, in float32."""
     a, b = node.args
     low = node.meta["val"].dtype in _LOW
     if not low or node.meta["val"].device.type != "cpu":
         return input_of(a), input_of(b)
-    return _widened(written, a, env, input_of), _widened(written, b, env, input_of)
+    return _widened(draft, a, env, input_of), _widened(draft, b, env, input_of)
 
 
-def _widened(written: _Written, node: Any, env: Mapping[Node, Node], input_of: Any) -> Node:
+def _widened(draft: _LoopDraft, node: Any, env: Mapping[Node, Node], input_of: Any) -> Node:
     """`node` in float32: as it was before it was rounded, if the loop has rounded it."""
-    loop = written.loop
+    loop = draft.loop
     moves: list[Node] = []
     source = node
     while source in env and str(source.target) in _MOVES:
@@ -421,12 +428,12 @@ def _widened(written: _Written, node: Any, env: Mapping[Node, Node], input_of: A
                 made[move] = loop.add(again[0], *again[1], **again[2])
             return made[moves[-1]] if moves else before
     found = input_of(node)
-    whole = node not in env and found is written.stand_ins.get(node, node)
-    if whole and found in written.casts:
-        return written.casts[found]
+    whole = node not in env and found is draft.stand_ins.get(node, node)
+    if whole and found in draft.casts:
+        return draft.casts[found]
     made_wide = loop.add(_convert, found, torch.float32)
     if whole:
-        written.casts[found] = made_wide
+        draft.casts[found] = made_wide
     return made_wide
 
 
@@ -437,11 +444,11 @@ def _tokens_of(node: Node, env: Mapping[Node, Node], loop: Loop) -> Any:
     return next(s for s in loop.sizes if (s.meta["val"] if isinstance(s, Node) else s) == size)
 
 
-def _joined(written: _Written, node: Node, scale: Node | None) -> Node:
+def _joined(draft: _LoopDraft, node: Node, scale: Node | None) -> Node:
     """The value of `node` from its chunks, times `scale`, in its dtype and shape."""
-    loop, dtype = written.loop, node.meta["val"].dtype
+    loop, dtype = draft.loop, node.meta["val"].dtype
     rows = loop.steps[node].out
-    parts = written.sums[node] if rows is None else written.rows[node]
+    parts = draft.sums[node] if rows is None else draft.rows[node]
     if scale is None:
         parts = parts if rows is None else [loop.add(_aten.cat.default, parts, rows.first)]
         finished = [_finished(loop, part, None, dtype) for part in parts]
@@ -474,6 +481,7 @@ def _scaled(loop: Loop, parts: Sequence[Node], scale: Node, dtype: torch.dtype, 
 
 
 def _finished(loop: Loop, part: Node, scale: Node | None, dtype: torch.dtype) -> Node:
+    """`part` times `scale`, in `dtype`."""
     if scale is not None:
         wide = part.meta["val"].dtype
         if scale.meta["val"].dtype != wide:
@@ -486,7 +494,7 @@ def put_in_place(loop: Loop, made: Mapping[Node, Node], nodes: Sequence[Node]) -
     """Have others read the results `made` in place of those of the region, in the graph that had `nodes` before."""
     for node, result in made.items():
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in loop.steps)
-    marked(set(loop.graph.nodes) - set(nodes))
+    mark_in_parts(set(loop.graph.nodes) - set(nodes))
     for node in reversed(nodes):  # those that had readers and have none any more
         if node.op == "call_function" and not node.users and not node.is_impure():
             loop.graph.erase_node(node)
@@ -497,7 +505,7 @@ def _place_in_order(graph: Graph) -> None:
     """Move each node behind its inputs: those at the end of the graph to their first readers, sums' to their inputs.
 
     Only the output reads a weight's gradient. At the end of the graph its sum in float32 would wait for it there.
-    What is written to inputs comes last, so that nodes at the end of the graph read what was there before.
+    What is draft to inputs comes last, so that nodes at the end of the graph read what was there before.
     Raises `LeftWhole` if a node needs its own result.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):

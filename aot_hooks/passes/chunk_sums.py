@@ -26,6 +26,7 @@ _wide_product = _aten.mm.dtype
 
 
 def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add `a @ b` to `total`, in place and in its dtype."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif _adds_to_wider(total.device, a.dtype):

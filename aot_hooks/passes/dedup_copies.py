@@ -139,6 +139,7 @@ def _moves(node: Node, operators: Collection[str]) -> bool:
 
 
 def _rows_in_memory(node: Node) -> bool:
+    """Whether the last dimension of a tensor is contiguous; True for what has no rows."""
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.layout is not torch.strided or val.dim() == 0:
         return True

@@ -5,8 +5,9 @@ Graphs go to the log "aot_hooks" (`TORCH_LOGS="+aot_hooks"`) and to torch's stru
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,6 +78,15 @@ def run_on_fakes(node: Node, mode: Any = None) -> None:
         return
     with torch_values.tracing_on_fakes(mode):
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def described_as(like: Node) -> Iterator[None]:
+    """A context in which new nodes of the graph of `like` get its meta, such as its line, but for their values."""
+    known = set(like.graph.nodes)
+    yield
+    for node in set(like.graph.nodes) - known:
+        node.meta = {key: value for key, value in like.meta.items() if key not in ("val", "tensor_meta")} | node.meta
 
 
 def last_use(node: Node) -> Node:

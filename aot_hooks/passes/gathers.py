@@ -155,27 +155,22 @@ def _made_from(node: Node, sources: Mapping[Node, Node], undone: Mapping[Node, _
     """The moves, gathers and quotients of indices that make `node` from `sources`, in order; [] if more is needed."""
     chain: dict[Node, None] = {}
 
+    def is_allowed(n: Node) -> bool:
+        if target_name(n) in QUOTIENTS:  # the tokens of rows, of the rows' order
+            return _is_whole(n)
+        # a move has no indices
+        return target_name(n) in MOVES_BY_INDEX and all(map(_is_whole, filter(is_tensor, n.all_input_nodes[1:])))
+
     def is_made(n: Node) -> bool:
         if n in sources or n in chain:
             return True
-        if n in undone:
-            found = is_made(undone[n].saved)
-        elif target_name(n) in QUOTIENTS and _is_whole(n):  # the tokens of rows, of the rows' order
-            found = all(is_made(source) for source in n.all_input_nodes)
-        elif n.op != "call_function" or str(n.target) not in MOVES_BY_INDEX or not all(map(_is_whole, _indices_of(n))):
-            return False
-        else:
-            found = all(is_made(source) for source in n.all_input_nodes)
+        inputs = [undone[n].saved] if n in undone else n.all_input_nodes
+        found = (n in undone or is_allowed(n)) and all(map(is_made, inputs))
         if found:
             chain[n] = None
         return found
 
     return list(chain) if is_made(node) else []
-
-
-def _indices_of(node: Node) -> list[Node]:
-    """The indices of a gather; a move has none."""
-    return list(filter(is_tensor, node.all_input_nodes[1:]))
 
 
 def _is_whole(indices: Node) -> bool:

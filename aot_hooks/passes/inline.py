@@ -45,33 +45,16 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
     numbers: _Pairs = list(boundary.symints)
     inlined: list[Unit] = []
     for unit, end in zip(units, ends, strict=True):
-        value, slot = unit.saved, unit.saved.bw_node
-        crossing[slot] = [(value.fw_node, slot)] if unit.keep else []
+        slot = unit.saved.bw_node
+        crossing[slot] = [(unit.saved.fw_node, slot)] if unit.keep else []
         crossing.update((v.bw_node, []) for v in unit.views)
         packings = []
         for packing in unit.packings:
-            first = min(packing.readers)
-            strides: list[Node] = []
             if unit.keep:
-                with bw.graph.inserting_before(first):
-                    inputs = _copy_in(packing.traced.pack, bw, [_laid_out(bw, slot, unit)], f"{value.row.name}_pack")
-                    strides = _layout_of(bw, slot, unit, packing)
+                leaves, strides = _pack_in_backward(bw, unit, packing)
             else:
-                leaves = _pack(fw, unit, packing, end)
-                with fw.graph.inserting_after(max([end, *leaves])):
-                    strides = _layout_of(fw, unit.source, unit, packing)
-                crossed = enumerate((*leaves, *strides))
-                inputs = [_cross(bw, value, i, leaf, crossing[slot], numbers) for i, leaf in crossed]
-                inputs, strides = inputs[: len(leaves)], inputs[len(leaves) :]
-                packing = replace(packing, leaves=tuple(leaves), packed_bytes=leaf_bytes_of(leaves))
-            with bw.graph.inserting_before(first):
-                (out,) = _copy_in(packing.traced.unpack, bw, inputs, f"{value.row.name}_unpack")
-                for layout in strides:
-                    with_gaps = not packing.hook.lossy  # the numbers are rounded anyway, and gaps take memory
-                    out = _from_hook(bw, in_layout, out, layout, with_gaps, value=unit.source.meta["val"])
-                if packing.hook.lossy:
-                    out = _with_sum_of_one(bw, out, unit, packing.readers)
-                _read_from(bw, out, packing.readers, unit, numbers)
+                packing, leaves, strides = _pack_in_forward(fw, bw, unit, packing, end, crossing[slot], numbers)
+            _unpack(bw, unit, packing, leaves, strides, numbers)
             packings.append(packing)
         inlined.append(replace(unit, packings=tuple(packings)))
     _set_outputs(fw, boundary, crossing, numbers)
@@ -79,6 +62,42 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
         for saved in (*(() if unit.keep else (unit.saved,)), *unit.views):
             bw.graph.erase_node(saved.bw_node)
     return tuple(inlined)
+
+
+def _pack_in_backward(bw: GraphModule, unit: Unit, packing: Packing) -> tuple[list[Node], list[Node]]:
+    """Pack a value that crosses as it is, before its first reader. Returns the packed leaves, and its real strides."""
+    slot = unit.saved.bw_node
+    with bw.graph.inserting_before(min(packing.readers)):
+        name = f"{unit.saved.row.name}_pack"
+        leaves = _copy_in(packing.traced.pack, bw, [_laid_out(bw, slot, unit)], name)
+        return leaves, _layout_of(bw, slot, unit, packing)
+
+
+def _pack_in_forward(
+    fw: GraphModule, bw: GraphModule, unit: Unit, packing: Packing, end: Node, pairs: _Pairs, numbers: _Pairs
+) -> tuple[Packing, list[Node], list[Node]]:
+    """Pack a value in the forward and have the result cross. Returns `packing` with the leaves there; and in the
+    backward the packed leaves, and the value's real strides. `end`, `pairs`, `numbers`: see `_pack`, `_cross`."""
+    leaves = _pack(fw, unit, packing, end)
+    with fw.graph.inserting_after(max([end, *leaves])):
+        strides = _layout_of(fw, unit.source, unit, packing)
+    crossed = [_cross(bw, unit.saved, i, leaf, pairs, numbers) for i, leaf in enumerate((*leaves, *strides))]
+    packing = replace(packing, leaves=tuple(leaves), packed_bytes=leaf_bytes_of(leaves))
+    return packing, crossed[: len(leaves)], crossed[len(leaves) :]
+
+
+def _unpack(
+    bw: GraphModule, unit: Unit, packing: Packing, leaves: list[Node], strides: list[Node], numbers: _Pairs
+) -> None:
+    """Unpack `leaves` before the first reader of `packing`, and have its readers read the result."""
+    with bw.graph.inserting_before(min(packing.readers)):
+        (out,) = _copy_in(packing.traced.unpack, bw, leaves, f"{unit.saved.row.name}_unpack")
+        for layout in strides:
+            with_gaps = not packing.hook.lossy  # the numbers are rounded anyway, and gaps take memory
+            out = _from_hook(bw, in_layout, out, layout, with_gaps, value=unit.source.meta["val"])
+        if packing.hook.lossy:
+            out = _with_sum_of_one(bw, out, unit, packing.readers)
+        _read_from(bw, out, packing.readers, unit, numbers)
 
 
 def _last_use(unit: Unit) -> Node:
@@ -252,7 +271,10 @@ def _read_from(bw: GraphModule, out: Node, readers: Collection[Node], unit: Unit
 
 
 def _with_sum_of_one(bw: GraphModule, out: Node, unit: Unit, readers: Collection[Node]) -> Node:
-    """`out` as probabilities, if it is a result of softmax. Of its exponentials, what `readers` divide is made so."""
+    """`out` scaled so that each row sums to one, if it is a result of softmax.
+
+    If it is the exponentials of a softmax, the quotients that `readers` make of it are scaled instead.
+    """
     dimension = summed_dimension(unit.saved.fw_node)
     if dimension is None:
         return out

@@ -144,6 +144,7 @@ def _whole_norms(bw: GraphModule, boundary: Boundary) -> Iterator[Norm]:
 
 
 def _place_called(name: str, node: Node) -> _Place | None:
+    """The argument of `node` with this name; None if it is not given by position, or is no node."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     position = names.index(name)
     found = position < len(node.args) and isinstance(node.args[position], Node)

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..graphs.nodes import target_name
 from ..graphs.read_tables import CONVERSIONS
 from ..torch_private.values import same_size
-from .edits import call
+from .edits import call, described_as
 
 _aten = torch.ops.aten
 _PUTS = ("aten.index_put.default", "aten._unsafe_index_put.default", "aten.index_add.default")
@@ -61,6 +61,7 @@ def _operands(put: Node) -> tuple[Any, Any, Any] | None:
 
 
 def _replace(put: Node, sums: bool) -> bool:
+    """Have the rows that `put` adds to zeros gathered instead. False, with nothing changed, if that is not possible."""
     operands = _operands(put)
     if operands is None or not _is_zeros(operands[0]) or (found := _quotients(operands[1])) is None:
         return False
@@ -73,14 +74,11 @@ def _replace(put: Node, sums: bool) -> bool:
         return False
     if found.divisor > 1 and not sums:
         return False
-    known = set(put.graph.nodes)
-    with put.graph.inserting_before(put):
+    with put.graph.inserting_before(put), described_as(put):  # torch marks what belongs to the backward
         made = rows if found.permutation is None else _gathered(put.graph, rows, found.permutation)
         if found.divisor > 1:
             made = call(put.graph, _aten.view.default, made, [-1, found.divisor, *width])
             made = call(put.graph, _aten.sum.dim_IntList, made, [1])
-    for node in set(put.graph.nodes) - known:  # torch marks what belongs to the backward
-        node.meta = {k: v for k, v in put.meta.items() if k not in ("val", "tensor_meta")} | node.meta
     put.replace_all_uses_with(made)
     put.graph.erase_node(put)
     return True
@@ -153,7 +151,7 @@ def _quotients(numbers: Any) -> _Quotients | None:
 
 
 def _repeated(rows: Node) -> tuple[Node, int] | None:
-    """The node whose rows `rows` has, each several times in turn, and how many times."""
+    """A node and a number n, if `rows` has each row of that node n times in turn: a, a, b, b, ... of a, b, ..."""
     node = rows
     while target_name(node) in _SAME and node.meta["val"].shape == rows.meta["val"].shape:
         node = node.args[0]  # type: ignore[assignment]

@@ -254,7 +254,8 @@ NOTHING = Unpacked()
 
 
 def with_reasons(plan: Plan, unpacked: Unpacked) -> Plan:
-    """`plan`, that of a budget which rounds nothing of `unpacked`, with these reasons beside its own."""
+    """The `plan` of a budget, with the reasons of `unpacked` appended to those of the floating-point tensors that it
+    names: the budget rounds none of these."""
     rows = [(d, unpacked.why(d.saved) if d.saved.dtype.is_floating_point else "") for d in plan.decisions]
     return replace(plan, decisions=tuple(replace(d, reason=f"{d.reason}; {why}") if why else d for d, why in rows))
 
@@ -321,6 +322,7 @@ def decide(
 
 
 def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Setting]) -> Choice:
+    """The choice for one saved value, as if no other shared its storage."""
     readers = tuple(u for u in value.bw_node.users if u.op != "output")
     if reason := _why_unpackable(value, readers):
         return Choice(value, ((KEEP, readers),), reason)

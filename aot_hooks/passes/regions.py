@@ -176,10 +176,12 @@ def known_count(seed: Node) -> int:
     return hint(count)
 
 
-def grown(
+def steps_around(
     nodes: Collection[Node], seed: Node, is_large: Callable[[Node], bool], *, sliced: bool = False
 ) -> dict[Node, TokenStep]:
-    """The steps of large values, of what lies between them, and of what reads them. In order of `nodes`.
+    """The steps of the region that begins at `seed`: large values, what lies between them, and what reads them.
+
+    They are in the order of `nodes`.
 
     `sliced`: slices that leave tokens out are followed, too. Raises `LeftWhole`.
     """
@@ -258,8 +260,8 @@ def why_read(node: Node, reader: Node) -> str:
     return f"{name_and_line(reader)} reads {type_text(node)} and is not known to treat tokens alike"
 
 
-def marked(nodes: Iterable[Node]) -> None:
-    """Note that the products among `nodes` are computed for some of the tokens: no other region begins there."""
+def mark_in_parts(nodes: Iterable[Node]) -> None:
+    """Mark the products among `nodes` as parts of a chunk or tile: no other region may begin there."""
     for node in nodes:
         if target_name(node) in PRODUCTS:
             node.meta[_IN_PARTS] = True

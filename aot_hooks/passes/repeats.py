@@ -117,7 +117,7 @@ def _cut(start: Iterable[Node], same: Mapping[Node, Node], inputs: Collection[No
 
 
 def _item(call: Node, like: Node) -> Node:
-    """The item of the forward's `call` that the backward's `like` is of its own."""
+    """A new `getitem` of `call`, a node of the forward, with the index of `like`, a `getitem` of the backward."""
     with call.graph.inserting_after(call):
         made = call.graph.call_function(like.target, (call, like.args[1]))  # type: ignore[arg-type]
     made.meta = {key: value for key, value in like.meta.items() if key in ("val", "tensor_meta", "stack_trace")}
@@ -149,7 +149,7 @@ def save_instead(
 
 
 def slots_of(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, nodes: Iterable[Node]) -> dict[Node, Node]:
-    """The inputs of `bw` by what `fw` saves, which `nodes` of `fw` are from now on.
+    """Have `fw` save `nodes` from now on. Returns the inputs of `bw` for all that `fw` saves, by node of `fw`.
 
     New saved tensors come first: torch wants those that it does not check for writes at the end.
     """
@@ -196,6 +196,7 @@ def _erase(gm: GraphModule, ends: Collection[Node]) -> None:
 
 
 def _check_drawn_once(fw: GraphModule, bw: GraphModule, counts: Counter[Any]) -> None:
+    """Raise `UnsupportedGraphError` if both graphs draw more often than the joint graph, which had `counts`."""
     found = draw_counts(fw, with_state=True) + draw_counts(bw)
     for target, count in found.items():
         if count > counts[target]:

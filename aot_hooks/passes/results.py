@@ -26,7 +26,7 @@ from cudagraph.placeholder import results_of
 from ..graphs.backward_reads import BackwardReads
 from ..graphs.nodes import NO_VERSION_CHECK, input_storages, is_float, storage_bytes, storage_of, storages
 from ..graphs.repeats import draws, twins
-from ..graphs.saved import SavedTensor, crossing_pairs, row_of
+from ..graphs.saved import SavedTensor, crossing_pairs, rows_of
 from ..hook import Hook
 from .answers import in_plans_only
 from .edits import with_inputs
@@ -65,10 +65,7 @@ def save_results(
             gone |= unread
     if not cut:
         return (), frozenset()
-    numbers: dict[Any, int] = {}
-    rows = [
-        row_of(n, s, numbers.setdefault(storage_of(n), len(numbers)), roots) for s, n in donated.items() if s in gone
-    ]
+    rows = rows_of([(n, slot) for slot, n in donated.items() if slot in gone], roots)
     names = frozenset(same[node].name for node in cut)
     save_instead(fw, bw, num_fwd_outputs, cut, same)
     erase_unused(fw, bw, num_fwd_outputs, cut)

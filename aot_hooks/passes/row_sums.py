@@ -29,6 +29,7 @@ _LEAST_SPARED = 0.25
 def _sum_rows(
     rows: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | None, count: int, dtype: torch.dtype
 ) -> torch.Tensor:
+    """The sums of `rows` by their `ids`, from 0 to `count`, in `dtype`. Rows outside of `mask` count nothing."""
     columns = rows.shape[-1]
     rows, ids = rows.reshape(-1, columns), ids.reshape(-1)
     if mask is not None:
@@ -82,6 +83,7 @@ def sum_rows_in_slices(bw: GraphModule) -> None:
 
 
 def _pays(sums: Node, rows: Node) -> bool:
+    """Whether the sums are large, and slices of them take enough less."""
     whole = tensor_bytes(sums.meta["val"])
     count, columns = sums.meta["val"].shape
     beside = 4 * count * columns_at_once(count, columns) + tensor_bytes(rows.meta["val"])

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graphs.nodes import seen_from
-from .edits import call
+from .edits import call, described_as
 
 _aten = torch.ops.aten
 
@@ -31,15 +31,12 @@ def split_decisions(bw: GraphModule, slots: Collection[Node]) -> None:
     nodes = [node for node in every if not set(seen_from(node.args[1])).isdisjoint(slots)]
     for node in nodes:
         g, x, w = node.args
-        known = set(graph.nodes)
-        with graph.inserting_before(node):
+        with graph.inserting_before(node), described_as(node):
             positive = call(graph, _aten.gt.Scalar, x, 0)
             parts = (
                 call(graph, _aten.where.self, positive, g, call(graph, _aten.mul.Tensor, w, g)),
                 call(graph, _aten.masked_fill.Scalar, call(graph, _aten.mul.Tensor, x, g), positive, 0),
             )
-        for part in set(graph.nodes) - known:
-            part.meta = {key: value for key, value in node.meta.items() if key != "val"} | {"val": part.meta["val"]}
         for user in list(node.users):
             if user.target is operator.getitem:
                 user.replace_all_uses_with(parts[int(str(user.args[1]))])

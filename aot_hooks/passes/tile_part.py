@@ -20,7 +20,17 @@ from cudagraph.placeholder import nearest_first
 from ..graphs.nodes import has_tag, is_tensor, is_view, name_and_line, target_name, type_text
 from ..graphs.rows import VIEWS, TokenStep, is_elementwise, shape_of, token_step
 from ..torch_private.values import hint
-from .regions import PRODUCTS, LeftWhole, TokenRegion, depends_on, grown, known_count, outputs_of, tangents_of, why_read
+from .regions import (
+    PRODUCTS,
+    LeftWhole,
+    TokenRegion,
+    depends_on,
+    known_count,
+    outputs_of,
+    steps_around,
+    tangents_of,
+    why_read,
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ def part_of(gm: GraphModule, seed: Node, tried: set[str], *, again: bool) -> Par
 
     nodes = list(gm.graph.nodes)
     tangents = tangents_of(gm)
-    steps = grown(nodes, seed, is_wide)
+    steps = steps_around(nodes, seed, is_wide)
     tried |= {n.name for n in steps if target_name(n) in PRODUCTS}
     if sum(target_name(n) in PRODUCTS and n not in tangents for n in steps) < 2:
         raise LeftWhole(_why_alone(seed, steps, is_wide))

@@ -113,6 +113,7 @@ def _equal(a: TracedHook, b: TracedHook) -> bool:
 
 
 def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, Any] | None) -> TracedHook:
+    """The graphs of pack and unpack of `hook` for `value`, traced one after the other."""
     at_pack, at_unpack = (f"{at}: {function_named(n, fn)}" for n, fn in (("pack", hook.pack), ("unpack", hook.unpack)))
     # a fresh tensor with the same sizes: a hook that mutates its argument must not reach the graph's own value
     sample = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
@@ -184,6 +185,7 @@ def _keep_constants(pack: GraphModule, leaves: list[Any]) -> list[int]:
 
 
 def _call(fn: Any, argument: Any, at: str) -> Any:
+    """Call a function of a hook. Its errors become ours, with its line."""
     try:
         return fn(argument)
     except AotHooksError:
@@ -220,6 +222,7 @@ def _flatten(packed: Any) -> tuple[list[Any], Any]:
 
 
 def _flatten_subclass(a: Any) -> tuple[list[Any], Any]:
+    """The leaves of a tensor subclass, and a function that rebuilds it; any other value is its own leaf."""
     if not (isinstance(a, torch.Tensor) and torch_values.is_traceable_subclass(a)):
         return [a], lambda flat: flat[0]
     names, context = a.__tensor_flatten__()  # type: ignore[attr-defined]

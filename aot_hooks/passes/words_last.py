@@ -135,6 +135,7 @@ def _move(state: _Pass, node: Node, first: _Moved) -> None:
 
 
 def _reduce(state: _Pass, node: Node, first: _Moved, dims: Sequence[int]) -> None:
+    """Reduce the tensor before it was permuted, over the same dimensions."""
     where = [first.order[d] for d in dims]
     single = not isinstance(node.args[1], list | tuple)
     made = state.add(node.target, first.source, where[0] if single else where, *node.args[2:], **node.kwargs)

@@ -119,35 +119,31 @@ def frontier(
         # of the first graph, as if it were the whole step: whether another one follows is known later
         found = None
         if not of_graphs and stock.decisions:
-            found = _of(joined([stock]), lambda rule: joined([plan_with(rule)]), allow, max_error)
+            found = frontier_of(joined([stock]), lambda rule: joined([plan_with(rule)]), allow, max_error)
         of_graphs.append(found)
 
     stock, _ = dry_run(fn, args, kwargs, explore, policy=KEEP, scope=scope, inner=inner)
-    if len(of_graphs) == 1 and of_graphs[0] is not None and not _in_parts(stock):
+    if len(of_graphs) == 1 and of_graphs[0] is not None and not _has_several_calls(stock):
         return of_graphs[0]
 
     def plan_with(policy: Any) -> Plan:
         return dry_run(fn, args, kwargs, policy=policy, scope=scope, inner=inner)[0]  # without its warning
 
-    return _of(stock, plan_with, allow, max_error)
+    return frontier_of(stock, plan_with, allow, max_error)
 
 
-def frontier_of(
-    plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLOWED, max_error: float = 0.05
-) -> Frontier:
-    """The frontier of the plans that `plan_with(policy)` returns for budgets with more and more memory."""
-    return _of(plan_with(KEEP), plan_with, allow, max_error)
-
-
-def _in_parts(stock: Plan) -> bool:
+def _has_several_calls(stock: Plan) -> bool:
+    """Whether the step of `stock`, a plan without hooks, has several compiled calls: each has an end of a forward."""
     return sum(point.phase == "forward" and point.node == "(end)" for point in stock.live_after) > 1
 
 
-def _of(stock: Plan, plan_with: Callable[[Any], Plan], allow: Sequence[str], max_error: float) -> Frontier:
-    """The frontier of a step whose plan without hooks is `stock`."""
+def frontier_of(
+    stock: Plan, plan_with: Callable[[Any], Plan], allow: Sequence[str] = ALLOWED, max_error: float = 0.05
+) -> Frontier:
+    """The frontier of a step whose plan without hooks is `stock`; `plan_with(policy)` gives that of a budget."""
     if not stock.decisions:
         raise OptionError("frontier: expected a function that saves tensors for backward, but it saves none")
-    in_parts = _in_parts(stock)
+    in_parts = _has_several_calls(stock)
     found = [FrontierPoint(stock.peak_bytes, 1.0, stock, None)]
 
     def try_out(policy: Budget) -> None:

@@ -188,6 +188,8 @@ def _exact(hook: Hook) -> Hook:
 
 @dataclass(frozen=True)
 class _PackBoth:
+    """A pack function that stores what `hook` packs, and the exact tensor beside it."""
+
     hook: Hook
 
     def __call__(self, x: torch.Tensor) -> Any:
@@ -195,6 +197,7 @@ class _PackBoth:
 
 
 def _last(packed: Any) -> torch.Tensor:
+    """The unpack of `_PackBoth`: the exact tensor."""
     saved: torch.Tensor = packed[-1]
     return saved
 
@@ -243,6 +246,7 @@ def _run(
 
 
 def _cotangent(output: torch.Tensor) -> torch.Tensor:
+    """The gradient of `output` that the backward starts from: 1 for a scalar, else random numbers of a fixed seed."""
     if output.dim() == 0:
         return torch.ones_like(output)
     generator = torch.Generator(output.device).manual_seed(0)
@@ -258,6 +262,11 @@ def _row(total_norm: float, compared: Deviation, g0: Any, g: Any) -> GradientRow
 
 
 def _worst_first(row: GradientRow) -> tuple[bool, bool, bool, float]:
+    """The key of a row to sort by: False comes before True.
+
+    First gradients that only the hooks make infinite, then those that are not finite without hooks, then the others by
+    error, then those that vanish.
+    """
     error = math.inf if math.isnan(row.error) else row.error
     return row.finite or not row.finite_without, not row.finite_without, row.vanishes, -error
 

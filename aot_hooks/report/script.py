@@ -192,15 +192,21 @@ class _Cuda:
     """
 
     def __init__(self) -> None:
-        self.base: int | None = None
+        self.base: int | None = None  # bytes allocated when the step began; None between two steps
 
     def begin(self, module: torch.nn.Module) -> None:
+        """Begin a step, unless it has begun; `module` is called now."""
         if self.base is None and torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
             grads = [p.grad for p in module.parameters() if p.grad is not None and p.grad.is_cuda]
             self.base = torch.cuda.memory_allocated() - sum(g.untyped_storage().nbytes() for g in grads)
 
+    def end(self) -> None:
+        """End the step."""
+        self.base = None
+
     def peak(self) -> int | None:
+        """Peak bytes of the step since this was last called; None if it runs elsewhere, or has not begun."""
         if self.base is None:
             return None
         bytes_over = torch.cuda.max_memory_allocated() - self.base
@@ -259,7 +265,7 @@ def _watch_steps(found: Recorded, steps: int | None, cuda: _Cuda) -> list[Any]:
 
     They raise `_Enough` after `steps` of them. Returns the handles that remove the hooks.
     """
-    counted: dict[CompiledGraph, int] = {}
+    counted: dict[CompiledGraph, int] = {}  # runs of each graph in all steps so far
 
     def before(*_: Any) -> None:
         peak = cuda.peak()
@@ -268,7 +274,7 @@ def _watch_steps(found: Recorded, steps: int | None, cuda: _Cuda) -> list[Any]:
 
     def after(*_: Any) -> None:
         found.optimizer_bytes = cuda.peak()
-        cuda.base = None
+        cuda.end()
         found.step_count += 1
         ran = [g for g in found.compiled if g.run_count > counted.get(g, 0)]
         if ran:  # a second optimizer of the same step comes after no graph

@@ -182,6 +182,7 @@ def print_report(plan: Plan | Sequence[Plan], file: TextIO | None = None) -> Non
 
 
 def _row_lines(row: Row, numbers: str) -> list[str]:
+    """The two lines of a row: what is saved, after its `numbers`; and how and why."""
     s = row.decision.saved
     dtype = str(s.dtype).removeprefix("torch.")
     what = f"{_short(s.op)} {dtype}[{', '.join(map(str, s.shape))}]"
@@ -197,6 +198,7 @@ def _how(row: Row) -> str:
 
 
 def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
+    """The predicted peak and where it stands; in a step of many calls, its terms too. `size` bytes are one `unit`."""
     if not plan.live_before or not plan.live_after:
         return []
     before, after = _peak(plan.live_before), _peak(plan.live_after)
@@ -238,6 +240,7 @@ def peak_before(plan: Plan) -> int | None:
 
 
 def _measured_lines(plan: Plan, peak: int | None, optimizer: int | None, size: int, unit: str) -> list[str]:
+    """The measured peak, and why it is not the predicted one. `peak`, `optimizer`: bytes; see `format_report`."""
     if peak is None:
         return []
     lines = [f"measured peak of forward and backward, over what was allocated before: {_number(peak, size)} {unit}"]

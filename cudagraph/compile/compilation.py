@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from ..graph.analyse import Kind, word_of
+from ..graph.analyse import Kind, phase_of
 from ..options import Options
 from ..torch_private import autograd_cache, compilers
 from ..torch_private.cache_contents import keyed_by_name
@@ -45,17 +45,17 @@ class Compilation:
     store: entry.Store | None = None  # this compilation's entry in torch's cache; set by `through_cache`
     inference: Any = None  # the callable of the inference graph. It has a `replay` if the graph is captured whole
 
-    def kind(self, gm: GraphModule, word: str, static: Sequence[int] | None = None) -> Kind:
+    def kind(self, gm: GraphModule, phase: str, static: Sequence[int] | None = None) -> Kind:
         """The `Kind` of `gm`, which AOTAutograd compiles now. `static`: a forward's static inputs in Inductor."""
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        if word == "backward":
+        if phase == "backward":
             # A saved activation may move. The tree finds those in its own memory, and copies the others.
             static = tuple(i for i, name in enumerate(names) if name in self.static_names)
-            return Kind(word, self._take_number(), static)
+            return Kind(phase, self._take_number(), static)
         static = tuple(compilers.static_inputs_of_forward() if static is None else static)
         self.static_names = {names[i] for i in static}
-        returned = compilers.returned_by_forward() if word == "forward" else None
-        return Kind(word, self._take_number(), static, returned, compilers.rebound_inputs())
+        returned = compilers.returned_by_forward() if phase == "forward" else None
+        return Kind(phase, self._take_number(), static, returned, compilers.rebound_inputs())
 
     def _take_number(self) -> int:
         if self.number is None:
@@ -64,11 +64,11 @@ class Compilation:
 
     def aten_compilers(self) -> dict[str, Callable[..., Boxed]]:
         """Compilers for AOTAutograd, by `forward`, `backward` and `inference`, that capture its graphs as they are."""
-        return {word: functools.partial(self._compile_aten, word) for word in ("forward", "backward", "inference")}
+        return {phase: functools.partial(self._compile_aten, phase) for phase in ("forward", "backward", "inference")}
 
-    def _compile_aten(self, word: str, gm: GraphModule, _: Any) -> Boxed:
-        run = callable_of(gm, self.kind(gm, word), self.options, self.driver)
-        self.inference = run if word == "inference" else None
+    def _compile_aten(self, phase: str, gm: GraphModule, _: Any) -> Boxed:
+        run = callable_of(gm, self.kind(gm, phase), self.options, self.driver)
+        self.inference = run if phase == "inference" else None
         return run
 
     def inner_compile(self, inner: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -76,8 +76,8 @@ class Compilation:
         inner = inner or compilers.inductor_inner_compile()
 
         def compile_graph(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            word = word_of(bool(kwargs.get("is_backward")), bool(kwargs.get("is_inference")))
-            kind = self.kind(gm, word, kwargs.get("static_input_idxs"))
+            phase = phase_of(bool(kwargs.get("is_backward")), bool(kwargs.get("is_inference")))
+            kind = self.kind(gm, phase, kwargs.get("static_input_idxs"))
             found = inductor.analysed(gm, kind, self.options, self.driver.device_type)
             with checked_entries(), compilers.inductor_capture_settings(cut=bool(found.verdict.blockers)):
                 code = inner(gm, inputs, **{**kwargs, "cudagraphs": compilers.no_cudagraphs()})
@@ -91,7 +91,7 @@ class Compilation:
 
     def _captured(self, code: Any, found: entry.AnalysedGraph) -> Any:
         run = inductor.captured(code, found, self.options, self.driver)
-        self.inference = run if found.word == "inference" else None
+        self.inference = run if found.phase == "inference" else None
         return run
 
     @property

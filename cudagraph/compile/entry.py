@@ -62,8 +62,8 @@ class AnalysedGraph:
     operators: tuple[tuple[str, str], ...] = ()
 
     @property
-    def word(self) -> str:
-        return self.verdict.kind.word
+    def phase(self) -> str:
+        return self.verdict.kind.phase
 
     def numbered(self, number: int) -> AnalysedGraph:
         kind = dataclasses.replace(self.verdict.kind, number=number)
@@ -132,7 +132,7 @@ class Store(autograd_cache.Extension):
 
     def add(self, found: AnalysedGraph) -> None:
         """Add `found` to the entry. Call it while AOTAutograd compiles that graph, maybe long after its forward."""
-        self.stored[found.word] = found
+        self.stored[found.phase] = found
         self._attach = self._attach or autograd_cache.attacher(_NAME)
         if self._attach is not None:
             graphs = self._dumped(tuple(self.stored.values()))
@@ -140,16 +140,16 @@ class Store(autograd_cache.Extension):
 
     def accept(self, stored: autograd_cache.Entry) -> None:
         """Take the captures of `stored`, or bypass the cache. A new entry would not replace a refused one."""
-        words = ("forward", "backward") if stored.has_backward else ("inference",)
+        phases = ("forward", "backward") if stored.has_backward else ("inference",)
         try:
-            graphs = self.load(stored.attached(_NAME), words)
+            graphs = self.load(stored.attached(_NAME), phases)
         except Refused as e:
             self.refused = str(e)
             log.info("an entry of torch's cache is not taken: %s", e)
             autograd_cache.bypass(str(e))
         stored.finish_with(self.finish, graphs)
 
-    def load(self, attached: bytes | None, words: tuple[str, ...]) -> tuple[AnalysedGraph, ...]:
+    def load(self, attached: bytes | None, phases: tuple[str, ...]) -> tuple[AnalysedGraph, ...]:
         """The stored graphs of these kinds ("forward", "backward", "inference"), from an entry's attached bytes. Raises
         `Refused` if they are missing, or not of this program."""
         if attached is None:
@@ -158,23 +158,23 @@ class Store(autograd_cache.Extension):
             cannot, graphs = pickle.loads(attached)
             if cannot:
                 raise Refused(cannot)
-            by_word = {found.word: found for found in self._loaded(graphs)}
+            by_phase = {found.phase: found for found in self._loaded(graphs)}
         except _UNREADABLE as e:
             raise Refused(f"what is stored of its captures cannot be read ({type(e).__name__}: {e})") from e
-        if set(by_word) != set(words):
-            raise Refused(f"it is of {' and '.join(words)}; stored of captures: {' and '.join(by_word)}")
-        for name, before in (pair for found in by_word.values() for pair in found.operators):
+        if set(by_phase) != set(phases):
+            raise Refused(f"it is of {' and '.join(phases)}; stored of captures: {' and '.join(by_phase)}")
+        for name, before in (pair for found in by_phase.values() for pair in found.operators):
             operator = torch_cuda.operator_called(name)
             now = None if operator is None else _description(operator)
             if now != before:
                 raise Refused(f"operator {name} is '{now or 'unknown'}' here; it was '{before}' when it was stored")
-        return tuple(by_word[word] for word in words)
+        return tuple(by_phase[phase] for phase in phases)
 
     def _dumped(self, graphs: tuple[AnalysedGraph, ...]) -> bytes:
         """Pickles `graphs`, with a node's number and torch's remark in place of each stack trace. May set `cannot`."""
         number = {trace: i for i, trace in reversed(list(enumerate(self.traces)))}
 
-        def place_of(value: Any) -> tuple[int, str] | None:
+        def number_and_remark(value: Any) -> tuple[int, str] | None:
             if not isinstance(value, str) or _FRAME not in value:
                 return None  # no stack trace
             known, remark = value, ""
@@ -188,7 +188,7 @@ class Store(autograd_cache.Extension):
             return None
 
         class Pickler(pickle.Pickler):
-            persistent_id = staticmethod(place_of)
+            persistent_id = staticmethod(number_and_remark)
 
         Pickler(file := io.BytesIO()).dump(graphs)
         return file.getvalue()
@@ -196,13 +196,13 @@ class Store(autograd_cache.Extension):
     def _loaded(self, graphs: bytes) -> tuple[AnalysedGraph, ...]:
         """The graphs that `_dumped` pickled, with the stack traces of this program."""
 
-        def trace_at(place: tuple[int, str]) -> str | None:
-            node, remark = place
-            trace = self.traces[node]
+        def trace_of_node(stored: tuple[int, str]) -> str | None:
+            number, remark = stored
+            trace = self.traces[number]
             return None if trace is None else trace + remark
 
         class Unpickler(pickle.Unpickler):
-            persistent_load = staticmethod(trace_at)
+            persistent_load = staticmethod(trace_of_node)
 
         loaded: tuple[AnalysedGraph, ...] = Unpickler(io.BytesIO(graphs)).load()
         return loaded

@@ -44,29 +44,34 @@ def analysed(gm: GraphModule, kind: Kind, options: Options, device_type: str) ->
 def captured(code: Any, found: AnalysedGraph, options: Options, driver: CaptureDriver) -> Any:
     """The callable that AOTAutograd gets for `code`: `code` itself, with its pieces captured. Code in one piece is
     replaced by the tree's own callable, because `code` takes 3 us a call for profilers and metrics."""
-    maps: Sequence[compilers.PartitionMap] = ()
-    if found.piece is not None:
-        graph = dataclasses.replace(
-            found.piece, mutated_inputs=compilers.mutated_inputs(code), constants=compilers.constants_of(code)
-        )
-        reason = compilers.reason_of_inductor(code)
-        if reason is not None:
-            what = f"{graph.name} can't be captured; Inductor says: {reason}"
-            warn_once(what, "it runs as it is", (reason,), options)
-        elif not found.verdict.blockers:
-            run = dispatch.capture(dataclasses.replace(graph, run=compilers.callable_of(code)), options, driver)
-            run.code = code  # type: ignore[attr-defined]  # kept alive with its callable
-            compilers.stored_as(run, code)
-            return run
-        else:
-            maps = compilers.partitions_of(code) or ()
+    graph = _capturable(code, found, options)
+    if graph is not None and not found.verdict.blockers:
+        run = dispatch.capture(dataclasses.replace(graph, run=compilers.callable_of(code)), options, driver)
+        run.code = code  # type: ignore[attr-defined]  # kept alive with its callable
+        compilers.stored_as(run, code)
+        return run
+    maps = () if graph is None else compilers.partitions_of(code) or ()
     report(found.verdict, options, captured_count=len(maps))
-    if maps:
+    if graph is not None and maps:
         counters.add("partitions")
         compilers.set_callable(code, capture_partitions(code, graph, maps, options, driver))
     elif not found.verdict.idle:
         compilers.set_callable(code, uncaptured(compilers.callable_of(code)))
     return code
+
+
+def _capturable(code: Any, found: AnalysedGraph, options: Options) -> Piece | None:
+    """The whole graph of `code`, without its `run`. None if there is nothing to capture, or if Inductor has a reason
+    against it, which is a warning."""
+    if found.piece is None:
+        return None
+    if (reason := compilers.reason_of_inductor(code)) is not None:
+        what = f"{found.piece.name} can't be captured; Inductor says: {reason}"
+        warn_once(what, "it runs as it is", (reason,), options)
+        return None
+    return dataclasses.replace(
+        found.piece, mutated_inputs=compilers.mutated_inputs(code), constants=compilers.constants_of(code)
+    )
 
 
 def capture_partitions(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import counters
-from ..graph.analyse import word_of
+from ..graph.analyse import phase_of
 from ..options import Options
 from ..placeholder import PlaceholderInfo
 from ..torch_private import compilers
@@ -32,7 +32,8 @@ _numbers = itertools.count()
 
 
 class Pending:
-    """The callable of a compiled graph between Inductor's two calls of the policy. It runs the graph uncaptured."""
+    """Stands for a compiled graph from Inductor's call of `cudagraphify` to that of `wrap_output`. A call of it runs
+    `run`: the graph uncaptured, or what `wrap_output` puts there."""
 
     def __init__(self, piece: Piece) -> None:
         self.piece, self.run = piece, piece.run
@@ -70,7 +71,7 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         is_backward, is_inference = kwargs["is_backward"], kwargs["is_inference"]
         index, kind = kwargs["device_index"], self.driver.device_type
         piece = Piece(
-            name=f"{word_of(is_backward, is_inference)} {next(_numbers)} of Inductor",
+            name=f"{phase_of(is_backward, is_inference)} {next(_numbers)} of Inductor",
             run=model,
             device=torch.device("cpu") if kind == "cpu" else torch.device(kind, index),
             static_inputs=tuple(static_input_idxs),
@@ -90,10 +91,12 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         if pending is None or not compilers.is_compiled_graph(output_code):
             return output_code  # Inductor decided against a capture, and logged why
         number = compilers.graph_number(output_code)
-        static = self._static_inputs(pending.piece, number)
-        compiled = None if number is None else f"Inductor's {number}"
-        talks = compilers.calls_collectives(output_code)
-        piece = dataclasses.replace(pending.piece, static_inputs=static, compiled=compiled, talks=talks)
+        piece = dataclasses.replace(
+            pending.piece,
+            static_inputs=self._static_inputs(pending.piece, number),
+            compiled=None if number is None else f"Inductor's {number}",
+            has_collectives=compilers.calls_collectives(output_code),
+        )
         maps = compilers.partitions_of(output_code)
         if maps is None:
             run = dispatch.capture(piece, self.options, self.driver)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from .. import counters
 from ..graph.analyse import Kind, is_on_another_device, prepare_and_analyse, report, static_nodes
-from ..graph.blockers import CPU, attribute_of, talks, tensors_of
+from ..graph.blockers import CPU, attribute_of, has_collectives, tensors_of
 from ..graph.partition import Part, assemble, part_module, storages_of
 from ..options import Options
 from ..placeholder import info_of, results_of, trace_of, written_nodes
@@ -85,8 +85,8 @@ def whole_piece(gm: GraphModule, kind: Kind, device: torch.device, run: Boxed) -
 
 def _piece_of(part: Part, name: str, run: Callable[..., Any], kind: Kind, device: torch.device) -> Piece:
     graph, arguments = part.nodes[0].graph, part.inputs
-    saved: tuple[int, ...] | None = None if kind.word == "forward" else ()
-    if kind.word == "forward" and kind.returned_count is not None:
+    saved: tuple[int, ...] | None = None if kind.phase == "forward" else ()
+    if kind.phase == "forward" and kind.returned_count is not None:
         saved_nodes = set(results_of(graph)[kind.returned_count :])
         saved = tuple(i for i, node in enumerate(part.outputs) if node in saved_nodes)
     static = static_nodes(graph, kind)
@@ -104,9 +104,9 @@ def _piece_of(part: Part, name: str, run: Callable[..., Any], kind: Kind, device
         placeholders=tuple(map(info_of, arguments)),
         output_traces=tuple(map(trace_of, part.outputs)),
         constants=tuple(value for value in constants.values() if isinstance(value, torch.Tensor)),
-        is_backward=kind.word == "backward",
-        is_inference=kind.word == "inference",
+        is_backward=kind.phase == "backward",
+        is_inference=kind.phase == "inference",
         saved_outputs=saved,
-        talks=talks(part.nodes),
+        has_collectives=has_collectives(part.nodes),
         compiled=kind.number,
     )

@@ -40,7 +40,7 @@ reported: set[tuple[str, ...]] = set()  # causes that were logged
 class Kind:
     """Which graph of a compiled function this is. Inputs and outputs are named by position."""
 
-    word: str  # "forward", "backward" or "inference"
+    phase: str  # "forward", "backward" or "inference"
     number: int  # of the compiled function
     static_inputs: tuple[int, ...] = ()  # parameters and buffers
     # How many of the first outputs the user gets; the others are saved for the backward. None if unknown.
@@ -50,10 +50,10 @@ class Kind:
     @property
     def name(self) -> str:
         """For messages, such as "backward 3"."""
-        return f"{self.word} {self.number}"
+        return f"{self.phase} {self.number}"
 
 
-def word_of(is_backward: bool, is_inference: bool) -> str:
+def phase_of(is_backward: bool, is_inference: bool) -> str:
     return "backward" if is_backward else "inference" if is_inference else "forward"
 
 
@@ -146,6 +146,7 @@ def is_on_another_device(node: Node, device: torch.device) -> bool:
 
 
 def static_nodes(graph: Graph, kind: Kind) -> set[Node]:
+    """The inputs that are parameters or buffers."""
     placeholders = graph.find_nodes(op="placeholder")
     return {placeholders[i] for i in kind.static_inputs}
 

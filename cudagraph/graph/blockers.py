@@ -150,7 +150,7 @@ def blocker_of(node: Node, reason: str, cause: str = "") -> Blocker:
     return Blocker(reason, str(node.target), node.name, trace, cause=cause)
 
 
-def talks(nodes: Iterable[Node]) -> bool:
+def has_collectives(nodes: Iterable[Node]) -> bool:
     """Whether an operator of `nodes` sends something to other processes."""
     return any(torch_cuda.is_operator(node.target) and node.target.namespace in COLLECTIVES for node in nodes)  # type: ignore[union-attr]
 
@@ -189,6 +189,7 @@ def _is_on_meta(node: Node) -> bool:
 
 
 def _is_view_or_size(node: Node) -> bool:
+    """Whether `node` launches nothing: a view, an item of a tuple, a size."""
     target = node.target
     if node.op != "call_function" or target is operator.getitem:
         return True

@@ -60,6 +60,7 @@ def _moved_to(node: Node, device: torch.device) -> bool:
 
 
 def _create_on_device(gm: GraphModule, device: torch.device) -> None:
+    """Create tensors on the device that are copied there anyway."""
     for node in list(gm.graph.nodes):
         if node.target not in _FACTORIES or not node.users or not all(_moved_to(u, device) for u in node.users):
             continue

@@ -65,6 +65,7 @@ def _references(x: torch.Tensor) -> int:
 
 
 def _has_hooks(register: Any) -> bool:
+    """Whether a node has hooks of the kind that `register` registers."""
     handle = register(lambda *_: None)
     every = handle.hooks_dict_ref()  # all hooks of this kind, with the one just registered
     handle.remove()

@@ -125,6 +125,7 @@ class ModelStep:
         return [*dict.fromkeys([*own, *(x for group in groups for x in group["params"])])]
 
     def forward_backward(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        """The forward and backward of all microbatches. Returns the loss."""
         clean = [x for x in self.parameters() if x.grad is None]
         total: torch.Tensor | None = None
         try:
@@ -144,6 +145,7 @@ class ModelStep:
         return total
 
     def update(self) -> None:
+        """Clip the gradients, step the optimizers and the scaler, and drop the gradients."""
         try:
             if self.clip_grad_norm is not None:
                 if self.scaler is not None:

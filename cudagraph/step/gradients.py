@@ -21,7 +21,7 @@ from ..torch_private import cuda as torch_cuda
 from ..torch_private.distributed import local_part, with_local_part
 from ..tree.capture import CannotCapture
 from ..tree.driver import CaptureDriver
-from ..tree.liveness import Slot, Watch, held, layout_of, tensor_on
+from ..tree.liveness import Slot, Watch, layout_of, slots_in_use, tensor_on
 
 gradient = attrgetter("grad")
 
@@ -123,7 +123,7 @@ class Gradients:
 
     def move_out(self, driver: CaptureDriver) -> None:
         """Move gradients that somebody holds to memory of their own. All tensors over them follow."""
-        moving = held(self._watch.slots)
+        moving = slots_in_use(self._watch.slots)
         owners = driver.copy_out([slot.storage for slot in moving])
         for i, slot in enumerate(moving):
             owner = owners[i] if owners else torch_cuda.storage_at(slot.address, slot.storage.device, slot.nbytes)
@@ -146,4 +146,5 @@ class Gradients:
 
 
 def _wire_for(x: torch.Tensor) -> torch.Tensor:
+    """A stand-in for the gradient `x`: an operator that uses it raises `ReadsGradients`."""
     return with_local_part(x, torch_cuda.tripwire(local_part(x), ReadsGradients))

@@ -92,7 +92,7 @@ class HostState:
         self._paths: list[str] = []  # of `_dicts`
         self._lists: list[Any] = []
         self._views: list[View] = []
-        self._ordered: list[OrderedDict[Any, Any]] = []  # `move_to_end` counts no version
+        self._ordered_dicts: list[OrderedDict[Any, Any]] = []  # `move_to_end` counts no version
         self._seen: dict[int, tuple[Any, str]] = {}
         self._shallow: set[int] = set()  # objects that were too deep to be followed where they were first found
         all_roots = {**roots, "all modules and optimizers": torch_cuda.global_hooks()}
@@ -100,15 +100,16 @@ class HostState:
             (path, value, ANY_DEPTH if path == "state" else OBJECTS_DEEP) for path, value in all_roots.items()
         )
         self._walk()
+        # Of each kind of container: its state in the snapshot, for `unchanged`. The lists are parallel.
         self._items, self._lengths = [*chain.from_iterable(self._lists)], [*map(len, self._lists)]
         self._classes, self._attribute_dicts = [*map(type, self._objects)], [*map(ATTRIBUTES, self._owners)]
         self._copies = [each.copy() for each in (*self._dicts, *self._lists)]
-        self._order = [*chain.from_iterable(self._ordered)]
-        self._full, self._empty = [d for d in self._dicts if d], [d for d in self._dicts if not d]
-        self._indices = {id(d): i for i, d in enumerate(self._full)}
+        self._keys_in_order = [*chain.from_iterable(self._ordered_dicts)]
+        self._full_dicts, self._empty_dicts = [d for d in self._dicts if d], [d for d in self._dicts if not d]
+        self._indices = {id(d): i for i, d in enumerate(self._full_dicts)}
         self._copy_of = {id(d): each for d, each in zip(self._dicts, self._copies, strict=False)}
-        self._hooked = [x for x in (*self.tensors.values(), *self.spread.values()) if x.requires_grad]
-        self._hooks = [*map(torch_cuda.gradient_hooks, self._hooked)]
+        self._differentiable = [x for x in (*self.tensors.values(), *self.spread.values()) if x.requires_grad]
+        self._hooks = [*map(torch_cuda.gradient_hooks, self._differentiable)]
         self.note_versions()
 
     def objects(self) -> list[Any]:
@@ -117,20 +118,20 @@ class HostState:
 
     def note_versions(self) -> None:
         """Note the versions of dicts and of tensors on the CPU. Call it when all values are those of the snapshot."""
-        self._versions = [*map(torch_cuda.dict_version, self._full)]
+        self._dict_versions = [*map(torch_cuda.dict_version, self._full_dicts)]
         self._cpu_versions = [x._version for x in self.on_cpu]
 
     def unchanged(self) -> bool:
-        """Whether every container holds the very objects of the snapshot."""
+        """Whether every container holds the very objects of the snapshot. Each line compares containers of one kind."""
         return (
-            [*map(torch_cuda.dict_version, self._full)] == self._versions
-            and not any(self._empty)
+            [*map(torch_cuda.dict_version, self._full_dicts)] == self._dict_versions
+            and not any(self._empty_dicts)
             and [*map(len, self._lists)] == self._lengths
             and all(map(is_, chain.from_iterable(self._lists), self._items))
-            and all(map(is_, chain.from_iterable(self._ordered), self._order))
+            and all(map(is_, chain.from_iterable(self._ordered_dicts), self._keys_in_order))
             and all(map(is_, map(type, self._objects), self._classes))
             and all(map(is_, map(ATTRIBUTES, self._owners), self._attribute_dicts))
-            and [*map(torch_cuda.gradient_hooks, self._hooked)] == self._hooks
+            and [*map(torch_cuda.gradient_hooks, self._differentiable)] == self._hooks
             and all(_same(read(), saved) for read, _, saved in self._views)
             and [x._version for x in self.on_cpu] == self._cpu_versions
         )
@@ -142,10 +143,12 @@ class HostState:
         return {path: self._text(old, after, new) for path, old, new in pairs if old != new}
 
     def _text(self, old: Any, after: HostState, new: Any) -> str:
+        """A changed leaf in words: "True became False"."""
         before, now = self._name(old), after._name(new)
         return f"it is another {now.partition(' ')[2]} now" if before == now else f"{before} became {now}"
 
     def _name(self, leaf: Any) -> str:
+        """A leaf in words: a plain value, "a Tensor" for an identity, "nothing" where there is none."""
         if leaf is MISSING:
             return "nothing"
         if isinstance(leaf, tuple):
@@ -161,12 +164,12 @@ class HostState:
         if saved is not None:
             saved[key] = container[key]
             if id(container) in self._indices and _same(container, saved) and _same(container.values(), saved.values()):
-                self._versions[self._indices[id(container)]] = torch_cuda.dict_version(container)
+                self._dict_versions[self._indices[id(container)]] = torch_cuda.dict_version(container)
 
     def copied(self) -> HostState:
         """The same snapshot, for another recording: what one of the two accepts is a change to the other."""
         other = copy.copy(self)
-        other._copies, other._versions = [each.copy() for each in self._copies], [*self._versions]
+        other._copies, other._dict_versions = [each.copy() for each in self._copies], [*self._dict_versions]
         other._copy_of = {id(d): each for d, each in zip(other._dicts, other._copies, strict=False)}
         return other
 
@@ -208,6 +211,7 @@ class HostState:
                 raise CannotCompare(f"depends on more than {MOST_VALUES} host values, such as {path}")
 
     def _visit(self, path: str, value: Any, depth: int) -> None:
+        """Add a leaf for `value`, and follow it if it is met for the first time."""
         if isinstance(value, Traced):  # a number of a capture, where the step itself has stored it
             self.leaves[path] = f"a number that the step computes from {value.name}"
         elif isinstance(value, PLAIN):
@@ -225,6 +229,7 @@ class HostState:
                 self._attributes(path, value, depth - 1)
 
     def _follow(self, path: str, value: Any, depth: int) -> None:
+        """Add a value that was not met before, by its type. `depth`: how many objects deep to look further."""
         if isinstance(value, torch.Tensor):
             self._tensor(path, value)
         elif isinstance(value, (dict, list, deque, set, tuple, frozenset, types.MappingProxyType)):
@@ -250,7 +255,7 @@ class HostState:
             self._attributes(path, value, OBJECTS_DEEP if depth < ANY_DEPTH - OBJECTS_DEEP else depth)
             if isinstance(value, torch.jit.ScriptModule):  # its tensors are in no dict
                 names = [name for name, _ in (*value.named_parameters(), *value.named_buffers())]
-                self._view(path, names, lambda: [*value.parameters(), *value.buffers()], depth=depth)
+                self._watch_values(path, names, lambda: [*value.parameters(), *value.buffers()], depth=depth)
         elif isinstance(value, type | types.ModuleType) or not is_users_class(type(value)):
             return
         elif depth:
@@ -259,6 +264,7 @@ class HostState:
             self._shallow.add(id(value))
 
     def _tensor(self, path: str, value: torch.Tensor) -> None:
+        """Add a tensor: its memory, its hooks, and its version if it is on the CPU and the step is not."""
         if is_dtensor(value):
             self.spread[path] = value
             self._waiting.append((f"{path}, its part here", local_part(value), 0))
@@ -271,15 +277,16 @@ class HostState:
             self._later(path, ".{}", ("hooks", "hooks after accumulation"), torch_cuda.gradient_hooks(value), 0)
 
     def _container(self, path: str, value: Any, depth: int) -> None:
+        """Add a dict, list, set or the like, and have the walk visit what is in it."""
         if isinstance(value, dict):
             if len(value) > 1:
                 order = [key if isinstance(key, PLAIN) else n for n, key in enumerate(value)]
                 self.leaves[f"{path}, its order"] = repr(order)
             if isinstance(value, OrderedDict) and len(value) > 1:
-                self._ordered.append(value)
+                self._ordered_dicts.append(value)
             self._dict(path, value, depth)
         elif isinstance(value, types.MappingProxyType):
-            self._view(path, [*map(str, value)], lambda: [*value.values()], depth=depth)
+            self._watch_values(path, [*map(str, value)], lambda: [*value.values()], depth=depth)
         elif (name := f"{path}{ALL}") in self._outputs and isinstance(value, list) and torch_cuda.tensors_among(value):
             self.leaves[name], self.outputs[name] = SET_BY_THE_STEP, (value, slice(None))
         else:
@@ -292,16 +299,18 @@ class HostState:
             self._attributes(path, value, depth)
 
     def _attributes(self, path: str, value: Any, depth: int) -> None:
+        """Add an object: its class and its attributes."""
         self._objects.append(value)
         self.leaves[f"{path}, its class"] = type(value)
         if isinstance(getattr(value, "__dict__", None), dict):
             if value.__dict__ is value.__dict__:  # a property may make a dict in each call
                 self._owners.append(value)
-            self._dict(path, value.__dict__, depth, of=value)
+            self._dict(path, value.__dict__, depth, has_attributes=True)
 
-    def _dict(self, path: str, value: dict[Any, Any], depth: int, of: Any = None) -> None:
+    def _dict(self, path: str, value: dict[Any, Any], depth: int, *, has_attributes: bool = False) -> None:
+        """Add a dict, and have the walk visit its entries. `has_attributes`: it is the `__dict__` of an object."""
         self._dicts.append(value)
-        self._paths.append(path if of is None else f"{path}.")
+        self._paths.append(f"{path}." if has_attributes else path)
         for key, entry in value.items():
             name = _entry(self._paths[-1], value, key)
             if not isinstance(key, PLAIN):
@@ -318,9 +327,10 @@ class HostState:
             self._waiting.append((name, entry, depth))
 
     def _later(self, path: str, how: str, names: Iterable[Any], values: Iterable[Any], depth: int) -> None:
+        """Have the walk visit `values`. Their paths are `path` with their names, written as `how` says: ".{}"."""
         self._waiting.extend((path + how.format(n), value, depth) for n, value in zip(names, values, strict=True))
 
-    def _view(
+    def _watch_values(
         self,
         path: str,
         names: Sequence[str],
@@ -329,13 +339,20 @@ class HostState:
         *,
         depth: int,
     ) -> None:
-        """Watch the values that `read` returns, and follow them."""
+        """Add values that lie in no container, such as a function's variables, to the snapshot, and follow them.
+
+        Args:
+            names: of the values, for their paths.
+            read: returns their values of now.
+            write: puts back the values that it gets; nothing does by default.
+        """
         if names:
             saved = read()
             self._views.append((read, write, saved))
             self._later(path, ", {}", names, saved, depth)
 
     def _function(self, path: str, function: types.FunctionType, depth: int) -> None:
+        """Add a function: its code, what it closes over, the globals that it names, and its defaults."""
         if (inner := compilers.inside_wrapper(function)) is not None:
             self._waiting.append((path, inner, depth))
             return
@@ -344,12 +361,12 @@ class HostState:
         self._seen[id(code)] = code, path
         cells = function.__closure__ or ()
         write = functools.partial(_put_into_cells, cells)
-        self._view(path, code.co_freevars, lambda: [*map(_value_in, cells)], write, depth=depth)
+        self._watch_values(path, code.co_freevars, lambda: [*map(_value_in, cells)], write, depth=depth)
         if is_users(code.co_filename):
             names = globals_in(code)
             write = functools.partial(_put_into_dict, space, names)
-            self._view(path, names, lambda: [space.get(name, MISSING) for name in names], write, depth=depth)
-            self._view(path, ("code", "defaults", "keywords"), lambda: [*FUNCTION_PARTS(function)], depth=depth)
+            self._watch_values(path, names, lambda: [space.get(name, MISSING) for name in names], write, depth=depth)
+            self._watch_values(path, ("code", "defaults", "keywords"), lambda: [*FUNCTION_PARTS(function)], depth=depth)
         if hasattr(function, "__wrapped__"):
             self._waiting.append((f"{path}.__wrapped__", function.__wrapped__, depth))
 
@@ -366,6 +383,7 @@ def _entry(path: str, container: dict[Any, Any], key: Any) -> str:
 
 
 def _value_in(cell: types.CellType) -> Any:
+    """The value of a variable that a function closes over; `MISSING` if it has none yet."""
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet
@@ -373,6 +391,7 @@ def _value_in(cell: types.CellType) -> Any:
 
 
 def _put_into_cells(cells: Sequence[types.CellType], values: Sequence[Any]) -> None:
+    """Give variables that a function closes over these `values`; `MISSING`: none."""
     for cell, value in zip(cells, values, strict=True):
         if value is not MISSING:
             cell.cell_contents = value
@@ -388,11 +407,13 @@ def _put_into_dict(space: dict[str, Any], names: Sequence[str], values: Sequence
 
 
 def _same(now: Iterable[Any], saved: Iterable[Any]) -> bool:
+    """Whether two sequences hold the same objects in the same order."""
     now, saved = [*now], [*saved]
     return len(now) == len(saved) and all(map(is_, now, saved))
 
 
 def _restore_container(each: Any, saved: Any) -> None:
+    """Give a dict, list, deque or set the contents of its copy `saved`, unless it has these very objects."""
     is_dict, is_set = isinstance(each, dict), isinstance(each, set)
     if is_set:  # a copy may have another order, and putting it back would change what comes first
         is_same = {*map(id, each)} == {*map(id, saved)}
@@ -440,5 +461,6 @@ class HostRandom:
         return any(pickle.dumps(a) != pickle.dumps(b) for a, b in zip(now, self._states, strict=True))
 
     def restore(self) -> None:
+        """Put all generators back to their states."""
         for (_, write), state in zip(self._generators, self._states, strict=True):
             write(state)

@@ -75,7 +75,7 @@ def objects_in(flat: Sequence[Any]) -> dict[str, Any]:
     return {f"input {i}": x for i, x in enumerate(flat) if isinstance(x, OBJECTS)}
 
 
-def reason_against(flat: Sequence[Any]) -> str | None:
+def reason_against_inputs(flat: Sequence[Any]) -> str | None:
     """Why a call with these arguments runs without a graph; None if nothing speaks against one."""
     for i, x in enumerate(flat):
         if isinstance(x, torch.Tensor):

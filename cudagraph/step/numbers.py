@@ -78,8 +78,8 @@ class Traced:
         self.numbers.conditions[key] = Condition(self.name, value, result)
         return result
 
-    def settled(self) -> Any:
-        """The number as it is, which must be the same again in each replay."""
+    def guarded(self) -> Any:
+        """The plain number. From now on it is a condition: a replay needs the same number."""
         result = self.value()
         self.numbers.conditions[self.key] = Condition(self.name, self.value, result)
         return result
@@ -126,10 +126,10 @@ class _Node:
         self._number = number
 
     def guard_float(self, *_: Any) -> float:
-        return float(self._number.settled())
+        return float(self._number.guarded())
 
     def guard_int(self, *_: Any) -> int:
-        return int(self._number.settled())
+        return int(self._number.guarded())
 
     def __getattr__(self, name: str) -> Any:
         raise NotTraced(self._number.name, f"in a way that is not traced ({name})")
@@ -148,6 +148,7 @@ class _Foreign(Traced):
 
 
 def traced(numbers: Numbers, value: Callable[[], Any], key: Hashable, name: str) -> Any:
+    """A traced number whose value is `value()`; see `Traced`."""
     cls: Any = (_TracedInt if type(value()) is int else _TracedFloat) if numbers.for_torch else _Foreign
     made = cls.__new__(cls)
     made.numbers, made.value, made.key, made.name, made.kind = numbers, value, key, name, type(value())
@@ -168,8 +169,8 @@ def _unary(op: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *rest: self.derived(op, self, *rest)
 
 
-def _settled(op: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *rest: op(self.settled(), *rest)
+def _guarded(op: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *rest: op(self.guarded(), *rest)
 
 
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
@@ -185,11 +186,11 @@ for _cls in (Traced, _TracedFloat, _TracedInt):  # torch's own classes define th
     for _op in OF_ONE:
         setattr(_cls, f"__{_op.__name__}__", _unary(_op))
     for _op in CONVERSIONS:
-        setattr(_cls, f"__{_op.__name__}__", _settled(_op))
+        setattr(_cls, f"__{_op.__name__}__", _guarded(_op))
     for _name in ("is_integer", "as_integer_ratio", "hex", "bit_length", "conjugate"):
-        setattr(_cls, _name, _settled(operator.methodcaller(_name)))
-    setattr(_cls, "__deepcopy__", _settled(lambda value, _: value))  # noqa: B010
-    setattr(_cls, "__reduce_ex__", _settled(lambda value, _: (type(value), (value,))))  # noqa: B010
+        setattr(_cls, _name, _guarded(operator.methodcaller(_name)))
+    setattr(_cls, "__deepcopy__", _guarded(lambda value, _: value))  # noqa: B010
+    setattr(_cls, "__reduce_ex__", _guarded(lambda value, _: (type(value), (value,))))  # noqa: B010
 
 
 @contextlib.contextmanager
@@ -291,6 +292,7 @@ class Numbers:
                     place.put(given[path])
 
     def _note_assigned(self, given: Mapping[str, Any]) -> None:
+        """Note the numbers that the step has assigned. `given`: those that stood in the places before."""
         for path, place in self.places.items():
             value = place.get()
             if value is not given[path]:
@@ -364,16 +366,18 @@ class Numbers:
         return [self.places[path] for path, _ in values]
 
 
-def settled(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of an operator with plain numbers in place of traced ones, which come to an operator only where no
-    function mode is on, such as in hooks of a backward."""
+def without_traced(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an operator, with plain, guarded numbers in place of traced ones.
+
+    A traced number comes to an operator only where no function mode is on, such as in hooks of a backward.
+    """
     flat, spec = torch_cuda.flatten((args, kwargs))
     numbers = [x for x in flat if isinstance(x, Traced)]
     if not numbers:
         return args, kwargs
     if torch.is_grad_enabled():  # torch has saved it for the backward, and not as the number that it is
         raise NotTraced(numbers[0].name, "where torch's function modes are off")
-    args, kwargs = torch_cuda.unflatten([x.settled() if isinstance(x, Traced) else x for x in flat], spec)
+    args, kwargs = torch_cuda.unflatten([x.guarded() if isinstance(x, Traced) else x for x in flat], spec)
     return args, kwargs
 
 

@@ -44,6 +44,7 @@ def is_storable(value: Any) -> bool:
 
 
 def _others_in(value: Any) -> list[Any]:
+    """The leaves of `value` that a replay can't store: no tensors, and no plain values."""
     return [x for x in torch_cuda.flatten(value)[0] if not isinstance(x, PLAIN) and type(x) is not torch.Tensor]
 
 
@@ -67,6 +68,7 @@ class Outputs:
         self._copied: set[int] = set()
 
     def cover(self) -> None:
+        """Put stand-ins that no operator can use in the place of what the step before has left."""
         for path, (container, key) in self._entries.items():
             flat, spec = torch_cuda.flatten(self._old[path])
             error = functools.partial(_read, path)
@@ -91,6 +93,7 @@ class Outputs:
             self._made[path] = flat, spec
 
     def uncover(self) -> None:
+        """Put back what the step before has left."""
         for path, (container, key) in self._entries.items():
             container[key] = self._old[path]
         self._old, self._covers = {}, {}
@@ -114,6 +117,7 @@ class Outputs:
 
 
 def _read(path: str, how: str) -> ChangesValue:
+    """The error where the step reads what it has stored at `path` in the step before."""
     return ChangesValue(
         path,
         f"reads {path}, which it has stored in the step before ({how}), and a replay would read old memory; keep it in "

@@ -91,7 +91,7 @@ class StepRecording:
         self.cursor, self.pool = made.cursor, made.pool
         self.graph, self.launch = made.graph, made.cursor.driver.launcher(made.graph)
         self.order = next(_orders)
-        self.talks = made.watch.talks  # whether it has collectives, as far as operators were watched
+        self.has_collectives = made.watch.has_collectives  # as far as operators were watched
         self.owner = made.owner  # lives as long as the recording; see tree/capture.py
         self.replays = 0
         self.number = -1  # among the recordings that ranks have made together
@@ -167,8 +167,8 @@ class StepRecording:
         self.graph.reset()
 
 
-def parallel(host: HostState) -> str | None:
-    """Why a model that is spread over several devices is not captured; None for other models."""
+def reason_against_model(host: HostState) -> str | None:
+    """Why a model of `host` that is spread over several devices is not captured; None if there is no such reason."""
     for value in host.objects():
         names = {cls.__name__ for cls in type(value).__mro__} & PARALLEL
         if names:
@@ -386,7 +386,7 @@ class _Attempt:
             stack.callback(self.gradients.close)
             stack.callback(self.gradients.finish)
             stack.callback(self.random_numbers.restore)
-            stack.callback(_restore_numbers, self.on_cpu)
+            stack.callback(_restore_values, self.on_cpu)
             stack.callback(self.snapshot.restore)
             stack.callback(self.host.note_versions)
             stack.callback(self.host.restore)
@@ -397,9 +397,10 @@ class _Attempt:
                 stack.callback(self.graph.reset)
 
 
-def _restore_numbers(numbers: Sequence[tuple[torch.Tensor, int, torch.Tensor]]) -> None:
+def _restore_values(tensors: Sequence[tuple[torch.Tensor, int, torch.Tensor]]) -> None:
+    """Give each tensor, listed with its old version and a copy, its old values if it was written to."""
     with torch.no_grad():
-        for x, version, copy in numbers:
+        for x, version, copy in tensors:
             if x._version != version:
                 x.copy_(copy)
 

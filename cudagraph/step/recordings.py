@@ -95,6 +95,7 @@ class Recordings:
         self.warm.clear()
 
     def _keep(self, recording: Any, warm_ups: int) -> None:
+        """Add a new recording. The next call tries it first."""
         known = self.recordings.setdefault(recording.key, [])
         counters.add("recordings")
         counters.add("rerecordings", bool(known))
@@ -121,6 +122,7 @@ class Recordings:
     # --- memory
 
     def opened_pool(self) -> Any:
+        """The pool of all graphs; a new one if the last capture has broken it."""
         assert self.cursor is not None
         if self._pool is not None and self._pool.broken:
             self._pool.release()  # now: its graph must not be destroyed in a later capture

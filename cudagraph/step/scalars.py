@@ -180,7 +180,7 @@ def _power(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return torch.pow(tensor, x)
 
 
-def _other(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copied_number(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.where(mask, x, number)`, `x.fill_(number)`: the number goes to the result as it is."""
     if kwargs or not args or not isinstance(args[0], torch.Tensor):
         return NotImplemented
@@ -191,33 +191,36 @@ def _other(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return NotImplemented if any(x is None for x in new) else func(*new)
 
 
-def _each(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A function of lists as one of tensors, for what no kernel of lists has a tensor for."""
+def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function of lists tensor by tensor, where its kernel of lists takes no tensor in place of the number.
+
+    `torch._foreach_lerp(xs, ys, number)` becomes `[torch.lerp(x, y, number) for x, y in zip(xs, ys)]`.
+    """
     lists = [x for x in args if isinstance(x, (list, tuple))]
     if not lists or any(is_traced(x) for each in lists for x in each):
         return NotImplemented
     name = func.__name__.removeprefix("_foreach_")
-    if name.startswith("addc") and len(args) == 4:
+    if name.startswith("addc") and len(args) == 4:  # those of tensors take `value` by its name only
         *args, value = args
         kwargs = {"value": value}
-    one = getattr(torch.Tensor, name) if name.endswith("_") else getattr(torch, name)
+    of_tensors = getattr(torch.Tensor, name) if name.endswith("_") else getattr(torch, name)
     rows = [tuple(x[i] if isinstance(x, (list, tuple)) else x for x in args) for i in range(len(lists[0]))]
-    results = [called(one, row, kwargs) for row in rows]
+    results = [called(of_tensors, row, kwargs) for row in rows]
     return args[0] if name.endswith("_") else results
 
 
 def _weighted_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _weighted(func, args, kwargs)
-    return _each(func, args, kwargs) if result is NotImplemented else result
+    return _one_by_one(func, args, kwargs) if result is NotImplemented else result
 
 
-def _list(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _arithmetic_of_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch._foreach_mul_(xs, number)`, and with `alpha`."""
     of_one = func.__name__.removeprefix("_foreach_").strip("_")
     if set(kwargs) == {"alpha"} and len(args) == 2 and is_traced(kwargs["alpha"]):
         xs, ys, alpha = *args, kwargs["alpha"]
         if not isinstance(ys, (list, tuple)) or _dtype_of(xs, ys) is None:
-            return _each(func, args, kwargs)
+            return _one_by_one(func, args, kwargs)
         if (tensor := _on_device(alpha if of_one == "add" else -alpha, xs[0])) is None:
             return NotImplemented
         add = torch_cuda.foreach_addcmul_ if _is_in_place(func) else torch_cuda.foreach_addcmul
@@ -230,7 +233,7 @@ def _list(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         func, args = torch_cuda.foreach_mul_ if _is_in_place(func) else torch_cuda.foreach_mul, (xs, number)
     dtypes = {x.dtype for x in xs}
     if of_one in ("add", "sub") or len(dtypes) != 1 or not dtypes <= SINGLES:
-        return _each(func, args, kwargs)
+        return _one_by_one(func, args, kwargs)
     tensor = _on_device(number, xs[0])
     return NotImplemented if tensor is None else func(xs, tensor)
 
@@ -265,7 +268,7 @@ def _fused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if not is_traced(rate):
         return NotImplemented
     tensor = rate.numbers.on_device(rate, torch.float32 if on_cuda else torch.float64)  # a CPU's kernel reads a double
-    others = {name: x.settled() if is_traced(x) and name != "lr" else x for name, x in kwargs.items()}
+    others = {name: x.guarded() if is_traced(x) and name != "lr" else x for name, x in kwargs.items()}
     return NotImplemented if tensor is None else func(*args, **{**others, "lr": tensor})
 
 
@@ -286,10 +289,10 @@ REWRITES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("addcmul", "addcmul_", "addcdiv", "addcdiv_"), _weighted),
     **dict.fromkeys(("lerp", "lerp_"), _lerp),
     **dict.fromkeys(("pow", "__rpow__"), _power),
-    **dict.fromkeys(("where", "fill_", "masked_fill", "masked_fill_"), _other),
-    **{f"_foreach_{name}{end}": _list for name in ("mul", "div", "add", "sub") for end in ("", "_")},
+    **dict.fromkeys(("where", "fill_", "masked_fill", "masked_fill_"), _copied_number),
+    **{f"_foreach_{name}{end}": _arithmetic_of_lists for name in ("mul", "div", "add", "sub") for end in ("", "_")},
     **{f"_foreach_{name}{end}": _weighted_lists for name in ("addcmul", "addcdiv") for end in ("", "_")},
-    **dict.fromkeys(("_foreach_lerp", "_foreach_lerp_", "_foreach_pow"), _each),
+    **dict.fromkeys(("_foreach_lerp", "_foreach_lerp_", "_foreach_pow"), _one_by_one),
     **dict.fromkeys(("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"), _fused),
 }
 
@@ -299,10 +302,10 @@ def _has_traced(x: Any) -> bool:
     return any(map(is_traced, (x.start, x.stop, x.step))) if isinstance(x, slice) else is_traced(x)
 
 
-def _settled(x: Any) -> Any:
+def _guarded(x: Any) -> Any:
     if isinstance(x, slice):
-        return slice(*map(_settled, (x.start, x.stop, x.step)))
-    return x.settled() if is_traced(x) else x
+        return slice(*map(_guarded, (x.start, x.stop, x.step)))
+    return x.guarded() if is_traced(x) else x
 
 
 def called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -314,5 +317,5 @@ def called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     result = NotImplemented if rewritten is None else rewritten(func, args, kwargs)
     if result is not NotImplemented:
         return result
-    args, kwargs = torch_cuda.unflatten([*map(_settled, flat)], spec)
+    args, kwargs = torch_cuda.unflatten([*map(_guarded, flat)], spec)
     return func(*args, **kwargs)

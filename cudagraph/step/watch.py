@@ -24,7 +24,7 @@ import torch
 from ..graph.blockers import COLLECTIVES, COPIES, CPU, HOST_READS, is_host_operator, name_of, tensors_in
 from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture
-from .numbers import settled
+from .numbers import without_traced
 from .users_code import OUR_OWN, is_users
 
 ON_THE_HOST = ("::barrier", "::monitored_barrier_", "::send", "::recv_", "::recv_any_source_")
@@ -62,12 +62,12 @@ class OperatorWatch:
         self.known: set[int | None] = {None, *inputs, *map(torch_cuda.storage_key, known)}
         self.written: set[int | None] = set()  # identities of storages
         self.buckets: dict[int, torch.UntypedStorage] = {}  # those of reducers on the device
-        self.talks = False  # whether an operator was a collective
+        self.has_collectives = False  # whether an operator was a collective
         self.made: dict[int, torch.UntypedStorage] = {}  # those that the step made on the CPU
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run `func`, or raise `CannotCapture` with the user's line."""
-        args, kwargs = settled(args, kwargs)
+        args, kwargs = without_traced(args, kwargs)
         tensors = tensors_in((args, [*kwargs.values()]))
         for x in tensors:
             if hasattr(x, "trip"):
@@ -89,6 +89,7 @@ class OperatorWatch:
         return result
 
     def _reason_against(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> str | None:
+        """Why an operator can't be captured; None if it can. Notes what it writes to."""
         name = name_of(func)
         if self.has_reducers:
             self._know_reducers(tensors)
@@ -117,7 +118,7 @@ class OperatorWatch:
                 return SIZE
         elif not on_host and torch.Tag.dynamic_output_shape in func.tags:
             return SIZE
-        self.talks |= func.namespace in COLLECTIVES
+        self.has_collectives |= func.namespace in COLLECTIVES
         if func.namespace in COLLECTIVES and name.endswith(ON_THE_HOST):
             return "waits for other processes on the host, or talks to one of them alone"
         for x in tensors_in(written_by_collective(func, args) or torch_cuda.written_arguments(func, args, kwargs)):

@@ -37,15 +37,15 @@ from ..tree.node import Cursor
 from ..tree.tree import Failure
 from .accumulators import renew
 from .host import CannotCompare, HostState
-from .inputs import StepCall, changing_value, objects_in, reason_against, step_call
+from .inputs import StepCall, changing_value, objects_in, reason_against_inputs, step_call
 from .numbers import NotTraced
 from .outputs import ChangesValue
 from .ranks import Ranks
 from .recording import (
     StepRecording,
     make_capturable,
-    parallel,
     parameters_of,
+    reason_against_model,
     reason_against_new_reducers,
     record_step,
 )
@@ -87,7 +87,7 @@ class WholeStep(Recordings):
         self.roots, self.update_roots = {**roots, **({} if state is None else {"state": state})}, dict(update_roots)
         self.driver: CaptureDriver = cuda_driver()
         self.name = self._attribute = getattr(run, "__name__", "step")
-        self.talks_in: list[Any] = []  # groups of processes in which the step was seen to run collectives
+        self.process_groups: list[Any] = []  # groups of processes in which the step was seen to run collectives
         self.ranks: Ranks | None = None  # those processes, from the call after that on
         self.old_reducers_of: list[Any] = []  # models whose reducers are made anew before the next call
         self._lock = threading.RLock()
@@ -100,7 +100,8 @@ class WholeStep(Recordings):
         self.refused = ""  # why it runs without a graph from now on; "" as long as it may have one
         self.all_refused = False  # whether all ranks know of it, so that they need no agreement any more
         self.update_refused = ""  # why the update of the parameters runs outside of the graph; "" if it is inside
-        self.deciding = ""  # the path of one by which the step decides in each call, so that they are refused
+        # The path of the number that the last failed capture decided by: a branch, say. It is named in the refusal.
+        self.deciding_number = ""
         self.failed_captures = self.unstable_calls = self.unsettled_calls = 0
 
     def reset(self) -> None:
@@ -128,8 +129,9 @@ class WholeStep(Recordings):
             raise AttributeError(f"{self.name} is a whole step: it needs a __dict__, which {type(instance)} lacks")
         known: dict[str, Any] = instance.__dict__
         step: WholeStep | None = known.get(self._attribute)
-        if step is None or getattr(step.run, "__self__", None) is not instance:  # that of what it was copied from
-            step = known[self._attribute] = step_of(types.MethodType(self.run, instance), *self._made_of[-2:])
+        if step is None or getattr(step.run, "__self__", None) is not instance:  # a copied object has its original's
+            *_, state, options = self._made_of
+            step = known[self._attribute] = step_of(types.MethodType(self.run, instance), state, options)
         return step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,12 +142,12 @@ class WholeStep(Recordings):
             call = step_call(args, kwargs)
             if run_as_they_are():  # a part of a step around it
                 return self._as_it_is(call)
-            if self.talks_in and not torch_distributed.are_there(self.talks_in):
+            if self.process_groups and not torch_distributed.are_there(self.process_groups):
                 self._leave_groups()
-            if not self.talks_in and self.latest is not None and self.latest.applies(call):
+            if not self.process_groups and self.latest is not None and self.latest.applies(call):
                 return self.latest.replay(call.flat)
-            if self.talks_in and self.ranks is None:
-                self.ranks = Ranks(self.talks_in, self.name)
+            if self.process_groups and self.ranks is None:
+                self.ranks = Ranks(self.process_groups, self.name)
             ranks = self.ranks
             result = self._follow(self._prepared_way(call), call)
             if ranks is not None and self.cursor is not None:
@@ -191,7 +193,7 @@ class WholeStep(Recordings):
 
     def _way_without_host(self, call: StepCall) -> Way | None:
         """The way of a call for which nothing but its arguments has to be known; None if there is none."""
-        reason = reason_against(call.flat) if torch.is_grad_enabled() else "gradients are turned off around it"
+        reason = reason_against_inputs(call.flat) if torch.is_grad_enabled() else "gradients are turned off around it"
         if reason is not None:
             return Way(How.AS_IT_IS, reason)
         for recording in self.recordings.get(call.key, ()):
@@ -221,7 +223,7 @@ class WholeStep(Recordings):
         """The host state of now, with all made ready for a capture, or why there will be none."""
         is_new = self._remember(objects_in(flat))
         host = self._host()
-        if (self.cursor is None or is_new) and (reason := parallel(host)) is not None:
+        if (self.cursor is None or is_new) and (reason := reason_against_model(host)) is not None:
             return Way(How.REFUSE, reason)
         if self.cursor is None:
             devices = dict.fromkeys(x.device for x in host.tensors.values() if x.device.type == self.driver.device_type)
@@ -269,11 +271,11 @@ class WholeStep(Recordings):
             map(torch_distributed.is_timed, torch_distributed.replicas_in(host.objects()))
         )
         if not changed and count >= self.options.warmup_steps and not waits:
-            reason = parallel(host)
+            reason = reason_against_model(host)
             return Way(How.RECORD, host=host) if reason is None else Way(How.REFUSE, reason)
         if changed:
             # What is no number, if anything; or the number that kept others from being read on the device.
-            path = min(changed, key=lambda path: (path in host.places, path != self.deciding))
+            path = min(changed, key=lambda path: (path in host.places, path != self.deciding_number))
             what = f"{path} changes between calls: {changed[path]}"
             log.debug("%s warms up again: %s", self.name, what)
             self.unstable_calls += 1
@@ -298,15 +300,16 @@ class WholeStep(Recordings):
         return self._skip(way.reason, call) if way.reason else self._as_it_is(call)
 
     def _warm_up_for(self, way: Way, call: StepCall) -> Any:
+        """Warm up, and count it for the recording to come, unless what the step calls may still change."""
         before = unsettled_count()
         result = self._warm_up(call)
         self.unsettled_calls = 0 if unsettled_count() == before else self.unsettled_calls + 1
-        is_settled = not 0 < self.unsettled_calls <= MOST_UNSETTLED_CALLS
         if self.unsettled_calls == MOST_UNSETTLED_CALLS:
             why = f"compiles or tries plans in each of {MOST_UNSETTLED_CALLS} calls"
             log.info("%s %s: what it does now is recorded", self.name, why)
+        counts = self.unsettled_calls == 0 or self.unsettled_calls > MOST_UNSETTLED_CALLS
         try:
-            self.warm[call.key] = self._host(), way.warm_ups if is_settled else 0
+            self.warm[call.key] = self._host(), way.warm_ups if counts else 0
         except CannotCompare as error:  # the next call says so; this one has run
             self.reset()
             self.state, self.refused = State.NOTHING, str(error)
@@ -320,8 +323,8 @@ class WholeStep(Recordings):
             if self.ranks is not None:
                 made = self.ranks.common_outcome(made)
             if isinstance(made, StepRecording):
-                if made.talks:  # also in a group of one
-                    torch_distributed.call_before_groups_end(free_steps_that_talk)
+                if made.has_collectives:  # also in a group of one
+                    torch_distributed.call_before_groups_end(free_steps_with_collectives)
                 self._keep(made, self.options.warmup_steps)
                 self.unstable_calls = self.failed_captures = 0
                 return made.replay(call.flat)
@@ -371,24 +374,27 @@ class WholeStep(Recordings):
         self, recording: StepRecording, call: StepCall, host: HostState, failed: Came
     ) -> FailedCapture | None:
         """Why a new recording is none to replay in the `call` that it was made in; None if it is."""
-        if recording.talks and self.ranks is None and torch_distributed.sequence_numbers():
+        if recording.has_collectives and self.ranks is None and torch_distributed.sequence_numbers():
             # made by this rank alone; a call that runs uncaptured finds the groups
             return FailedCapture(failed, "it talks to other processes, as no call before did", may_succeed=True)
         now = None if recording.applies(call) else self._host()
         if now is None or recording.applies(call, now):
             return None
         if (condition := recording.numbers.broken_condition()) is not None:
-            self.deciding = condition.name
+            self.deciding_number = condition.name
             return FailedCapture(Came.NUMBERS_FAILED, str(condition))
         changed = ", ".join(f"{path}: {text}" for path, text in host.differences(now).items())
         changed = changed or "torch's settings"
         return FailedCapture(failed, f"what it reads changed while it was captured: {changed[:500]}")
 
     def _failed(self, error: Exception, failed: Came, optimizers: Collection[str]) -> FailedCapture:
-        """What `error` ended a capture for. `optimizers`: paths; the step changes their values in each state."""
+        """The failure of a capture that raised `error`. It came of `failed`, if `error` says nothing more precise.
+
+        `optimizers`: their paths. A value of theirs that changes is no reason to leave more than the update out.
+        """
         failure = Failure(error, self.driver)
         line = "" if failure.is_ours else users_line(error.__traceback__)
-        self.deciding = error.path if isinstance(error, NotTraced) else self.deciding
+        self.deciding_number = error.path if isinstance(error, NotTraced) else self.deciding_number
         if self._allow_for(error):
             failed = Came.MORE_FOUND
         elif isinstance(error, ChangesValue) and not error.path.startswith((*optimizers,)):
@@ -408,6 +414,7 @@ class WholeStep(Recordings):
         return after is State.NO_UPDATE
 
     def _run_update_uncaptured(self, reason: str) -> None:
+        """From now on, run the update after each replay."""
         if self.options.or_error:
             raise NotCapturableError(f"{self.name} can't run as one CUDA graph: {reason}")
         self.reset()
@@ -415,6 +422,7 @@ class WholeStep(Recordings):
         log.warning("%s: its update of the parameters runs outside of the CUDA graph: %s", self.name, reason)
 
     def _skip(self, reason: str, call: StepCall) -> Any:
+        """Run the call uncaptured. The log says why, once for each kind of reason."""
         if self.options.or_error:
             raise NotCapturableError(f"{self.name} can't run as one CUDA graph: {reason}")
         kind = reason.partition(",")[0]  # without the values of this call
@@ -425,10 +433,11 @@ class WholeStep(Recordings):
         return self._as_it_is(call)
 
     def _refuse(self, reason: str, call: StepCall, *, on_all_ranks: bool = False) -> Any:
+        """Run the call uncaptured, and all later ones. `on_all_ranks`: all ranks do, so they need no agreement."""
         self.reset()
         self.state, self.refused = State.NOTHING, reason
         if on_all_ranks:
-            self.ranks, self.talks_in, self.all_refused = None, [], True
+            self.ranks, self.process_groups, self.all_refused = None, [], True
         return self._skip(reason, call)
 
     # --- other processes
@@ -452,16 +461,16 @@ class WholeStep(Recordings):
         before = {} if self.ranks is not None or self.all_refused else torch_distributed.sequence_numbers()
         yield
         if before:
-            self.talks_in = [
+            self.process_groups = [
                 group for group, count in torch_distributed.sequence_numbers().items() if before.get(group) != count
             ]
-            if self.talks_in:
-                torch_distributed.call_before_groups_end(free_steps_that_talk)
+            if self.process_groups:
+                torch_distributed.call_before_groups_end(free_steps_with_collectives)
 
     def _leave_groups(self) -> None:
         """Forget groups that are gone, and recordings that talk in them. The next calls find out anew."""
         self.reset()
-        self.ranks, self.talks_in = None, []
+        self.ranks, self.process_groups = None, []
 
     # --- running the step
 
@@ -475,6 +484,7 @@ class WholeStep(Recordings):
         return call.arguments(moved)
 
     def _forward_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, without its update if that is a function of its own. Its results have no history."""
         torch.clear_autocast_cache()  # it may have copies of earlier values of parameters
         try:
             flat, spec = torch_cuda.flatten(self.run(*args, **kwargs))
@@ -519,11 +529,11 @@ def _copied(result: Any) -> Any:
     return torch_cuda.unflatten([x.clone() if isinstance(x, torch.Tensor) else x for x in flat], spec)
 
 
-def free_steps_that_talk() -> None:
+def free_steps_with_collectives() -> None:
     """Free the recordings of steps with collectives. NCCL ends a communicator only when no graph uses it any more:
     `torch.distributed.destroy_process_group()` would wait for ever."""
     for step in list(every_step):
-        if step.ranks is not None or step.talks_in or any(one.talks for one in step.every_recording()):
+        if step.ranks is not None or step.process_groups or any(one.has_collectives for one in step.every_recording()):
             step._leave_groups()
 
 

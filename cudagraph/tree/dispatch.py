@@ -42,7 +42,6 @@ every_thread: list[Trees] = [of_nobody]
 every_thread_lock = threading.RLock()
 numbers: dict[tuple[CaptureDriver, torch.device], int] = {}
 torch_marks: Any = torch_cuda.no_marks  # counts torch's marks, for all threads
-stats = counters.stats
 
 
 def marks_so_far(trees: Trees) -> int:
@@ -90,7 +89,7 @@ def capture(piece: Piece, options: Options, driver: CaptureDriver) -> Callable[[
                 return None
             outputs = edge(inputs)
             if outputs is not None:
-                tree.calling = call_counter.generation
+                tree.last_generation = call_counter.generation
             return outputs
         except RuntimeError as error:
             raise_if_stale(error)
@@ -149,20 +148,20 @@ def in_parts(
         tree = trees.get(number)
         if tree is None:
             return run(inputs)
-        before, entered = tree.around, tree.entered
+        before, entered = tree.outer_inputs, tree.entered_at
         try:
             now = marks_so_far(trees)
             if now != tree.marks:
                 tree.mark(now, inputs)  # while all inputs are in one list, where a copy can take their place
-            tree.entered = entered or tree.path_end
+            tree.entered_at = entered or tree.path_end
             if not tree.path_end.watch_live.none_held():
-                tree.around = [*before, *(weakref.ref(x) for x in inputs if isinstance(x, torch.Tensor))]
+                tree.outer_inputs = [*before, *(weakref.ref(x) for x in inputs if isinstance(x, torch.Tensor))]
             return run(inputs)
         except RuntimeError as error:
             raise_if_stale(error)
             raise
         finally:
-            tree.around, tree.entered = before, entered
+            tree.outer_inputs, tree.entered_at = before, entered
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

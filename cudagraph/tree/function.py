@@ -42,7 +42,7 @@ class Piece:
     is_backward: bool = False  # of an earlier forward
     is_inference: bool = True  # has no backward
     saved_outputs: tuple[int, ...] | None = None  # for the backward; None if unknown, so that all may be
-    talks: bool = False  # to other processes: it has collectives
+    has_collectives: bool = False  # it talks to other processes
     compiled: int | str | None = None  # number of the compiled function; its forward and backward share it
 
 

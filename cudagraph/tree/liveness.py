@@ -51,19 +51,20 @@ def tensor_on(storage: torch.UntypedStorage, layout: Layout) -> torch.Tensor:
         return torch_cuda.negated(x) if layout.negative else x
 
 
-def sharing_versions(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A tensor on the memory of `x` that has no history. It counts writes with `x`, as a view does.
+def alias_sharing_versions(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A tensor on the storage of `x` with another layout. It has no history, and shares the version counter of `x`.
 
-    So a backward that needs one of them raises if the program has written to the other.
+    So a backward that needs one of the two raises if the program has written to the other.
     """
     if layout == layout_of(x):
         return x.detach()
     with torch.no_grad():
         x = x.conj() if x.is_conj() else x
         x = torch_cuda.negated(x) if x.is_neg() else x
-        if x.dtype != layout.dtype:  # seen as all of the storage, up to what both dtypes divide
-            step = max(x.dtype.itemsize, layout.dtype.itemsize)
-            nbytes = x.untyped_storage().nbytes() // step * step
+        if x.dtype != layout.dtype:
+            # Whole elements of either dtype: the storage, without a rest that is shorter than the wider one.
+            widest = max(x.dtype.itemsize, layout.dtype.itemsize)
+            nbytes = x.untyped_storage().nbytes() // widest * widest
             x = x.as_strided((nbytes // x.dtype.itemsize,), (1,), 0).view(layout.dtype)
         x = x.as_strided(layout.size, layout.stride, layout.offset)
         x = x.conj() if layout.conjugate else x
@@ -174,7 +175,8 @@ def _extra_handles() -> int:
 EXTRA_HANDLES = _extra_handles()
 
 
-def held(slots: Iterable[Slot]) -> list[Slot]:
+def slots_in_use(slots: Iterable[Slot]) -> list[Slot]:
+    """Those of `slots` whose memory the program still refers to."""
     return [slot for slot in slots if slot.held()]
 
 

@@ -20,7 +20,16 @@ from .. import counters
 from ..torch_private import cuda as torch_cuda
 from .driver import CaptureDriver
 from .function import Function
-from .liveness import Layout, Slot, Watch, as_bytes, copy_preserving_layout, layout_of, sharing_versions, tensor_on
+from .liveness import (
+    Layout,
+    Slot,
+    Watch,
+    alias_sharing_versions,
+    as_bytes,
+    copy_preserving_layout,
+    layout_of,
+    tensor_on,
+)
 
 Edge = Callable[[list[Any]], "list[Any] | None"]
 EdgeKey = tuple[Any, ...]  # the function, then its inputs that are no tensors
@@ -268,7 +277,7 @@ class Recording(Node):
         copies: dict[Slot, torch.UntypedStorage] = {}
         for (position, where, slot, _, base), tensor in zip(layout.templates, self.templates, strict=True):
             if base is not None:
-                made[position] = sharing_versions(made[base], where)
+                made[position] = alias_sharing_versions(made[base], where)
                 continue
             if slot is None or not slot.given_as_copies:
                 made[position] = tensor.data
@@ -300,7 +309,7 @@ class Recording(Node):
         self.graph.reset()
         self.graph, self.launch, self.edge = None, _closed, _closed
         self.templates, self.slots, self.first, self.given = [], (), None, ()
-        # moves.py keeps closed recordings for their counts; through its parents one kept dropped functions alive
+        # moves.py keeps closed recordings for their counts: they must not keep the functions of their parents alive
         del self.inputs, self.outputs, self.parent
 
 
@@ -314,7 +323,7 @@ def _alias(source: torch.Tensor, distance: int, layout: Layout) -> torch.Tensor:
         source = copy_preserving_layout(source)
     storage = source.untyped_storage()
     offset = (source.data_ptr() + distance - storage.data_ptr()) // layout.dtype.itemsize
-    return sharing_versions(source, layout._replace(offset=offset))
+    return alias_sharing_versions(source, layout._replace(offset=offset))
 
 
 @dataclass(eq=False)

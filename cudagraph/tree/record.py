@@ -27,7 +27,16 @@ from ..torch_private import cuda as torch_cuda
 from .capture import CannotCapture, Capture, under_way
 from .driver import Pool
 from .function import Function
-from .liveness import Layout, Slot, copy_preserving_layout, destinations_of, held, layout_of, on_slots, tensor_on
+from .liveness import (
+    Layout,
+    Slot,
+    copy_preserving_layout,
+    destinations_of,
+    layout_of,
+    on_slots,
+    slots_in_use,
+    tensor_on,
+)
 from .node import EdgeKey, InputLayout, Node, OutputLayout, Recording, Template
 
 
@@ -96,7 +105,7 @@ def _plan(parent: Node, function: Function, inputs: list[Any], in_place: frozens
     layouts = {i: layout_of(inputs[i]) for i in managed}
     for i in managed:
         inputs[i] = None  # without the call's own references, a slot that is held is held by somebody else
-    held_slots = held(parent.live)
+    held_slots = slots_in_use(parent.live)
     donated = [slot for slot in dict.fromkeys(managed.values()) if slot not in held_slots]
     dead = [slot for slot in parent.live if slot not in held_slots and slot not in donated]
     return CapturePlan(addresses, static, copied, managed, layouts, held_slots, donated, dead)

@@ -11,9 +11,9 @@ import torch
 
 from ..torch_private import cuda as torch_cuda
 from .function import Function
-from .liveness import Slot, held, on_slots
+from .liveness import Slot, on_slots, slots_in_use
 from .node import Node, Recording
-from .uncaptured import Cause, UncapturedStep, storages_of
+from .uncaptured import Cause, UncapturedStep, weak_storages_of
 
 # So often may a function run on the same parameters in one step, where other evidence says that the step goes on. More
 # runs are a loop within one call of Dynamo, or a recurrence: then the evidence does not count.
@@ -109,7 +109,7 @@ def _next_by_memory(call: Call) -> Next:
         return Next.GOES_ON
     own = {slot for recording in ran for slot in recording.slots}
     read = {*on_path.values(), *call.also_read}
-    others = [slot for slot in held(node.live) if slot not in read and not slot.copies]
+    others = [slot for slot in slots_in_use(node.live) if slot not in read and not slot.copies]
     if sum(_on_same_parameters(recording, inputs) for recording in ran) < REPEATS:
         if call.in_one_call or not all(map(call.can_move, read)):
             return Next.GOES_ON
@@ -150,7 +150,7 @@ def _warmup_is_over(call: Call, step: UncapturedStep) -> bool:
         return False
     if call.is_marked or (call.in_one_call and count < REPEATS) or step.in_a_backward() or step.waits_for_backward():
         return False
-    read = {storage.cdata for storage in storages_of(call.inputs)}
+    read = {storage.cdata for storage in weak_storages_of(call.inputs)}
     others = [
         storage.cdata
         for giver, storage in step.made
@@ -169,7 +169,7 @@ def never_ends(call: Call, node: Node) -> bool:
     Such calls run uncaptured until that output is dropped. `node`: where the path is.
     """
     ran = [recording for recording in node.path() if recording.function is call.function]
-    dead = [each for each in ran if _on_same_parameters(each, call.inputs) and not held(each.slots)]
+    dead = [each for each in ran if _on_same_parameters(each, call.inputs) and not slots_in_use(each.slots)]
     return len(dead) > REPEATS and not call.is_marked
 
 

@@ -33,12 +33,12 @@ from ..torch_private import distributed as torch_distributed
 from .capture import CannotCapture, NotWarmError
 from .driver import CaptureDriver, Pool
 from .function import Function, log
-from .liveness import Slot, copy_preserving_layout, held, on_slots, stale_message
+from .liveness import Slot, copy_preserving_layout, on_slots, slots_in_use, stale_message
 from .moves import EARNED, Moves
 from .node import Cursor, EdgeKey, Node, Recording, StableInputProbe
 from .record import record
 from .steps import Call, Next, never_ends, next_of
-from .uncaptured import Cause, UncapturedStep, Warmup, below_autograd, storages_of
+from .uncaptured import Cause, UncapturedStep, Warmup, below_autograd, weak_storages_of
 
 MAX_IGNORED_MARKS = 8  # marks while a forward waits for its backward; after more, the step runs uncaptured
 MAX_FAILED_CAPTURES = 3  # in a row, of one function, by errors that may not come again, such as out of memory
@@ -50,7 +50,7 @@ captures_under_way = 0
 # Finalizers run wherever the garbage collector does. That may be inside a capture, which would record the copies that
 # closing makes, inside a compiler that traces with fake tensors, or in a thread that the tree does not belong to.
 to_close: deque[Tree] = deque()
-trees_that_talk: weakref.WeakSet[Tree] = weakref.WeakSet()  # with a recording that has collectives
+trees_with_collectives: weakref.WeakSet[Tree] = weakref.WeakSet()  # with a recording that has collectives
 
 
 class Failure:
@@ -86,15 +86,16 @@ class Tree(Cursor):
         self.marks: int | None = marks  # the thread's count of marks at the last call; None makes the next call `mark`
         self.last_mark = marks  # the same count, but never None: a higher one means that there was a mark
         self.is_marked = False  # the thread marks its steps, so they don't begin by themselves
-        self.around: list[weakref.ref[torch.Tensor]] = []  # inputs of the cut graphs that run
-        self.entered: Node | None = None  # where the path was when the outermost of them was called; None without any
-        self.calling: Any = None  # generation of the last call, the same for all graphs of one compiled call
+        # Graphs that are cut into parts and run now, one inside of another; see `dispatch.in_parts`.
+        self.outer_inputs: list[weakref.ref[torch.Tensor]] = []  # their inputs, which later parts may read
+        self.entered_at: Node | None = None  # where the path was when the outermost was called; None if none runs
+        self.last_generation: Any = None  # of the last call: all graphs of one compiled call have the same
         self.functions: set[Function] = set()  # those whose callable is alive
         self.warmup = Warmup(driver, device)
         self.states: defaultdict[Function, FunctionState] = defaultdict(FunctionState)
-        # Groups of parameters that FSDP2 gathers within a context, which allocates from a pool of this tree.
-        self.gathered: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.gathering: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+        # Groups of parameters that FSDP2 gathers within the context `gathering_pool`: at the same addresses each step.
+        self.gathered_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.gathering_pool: Callable[[], contextlib.AbstractContextManager[None]] | None = None
         self.given_up: dict[Any, str] = {}  # families of functions that run without graphs, and why; see moves.py
         self._begin()
 
@@ -133,7 +134,7 @@ class Tree(Cursor):
                 self._stop_capturing(Cause.NEVER_ENDS)
         came_from = self.path_end
         generation = function.call_counter.generation
-        in_one_call, self.calling = self.calling == generation, generation
+        in_one_call, self.last_generation = self.last_generation == generation, generation
         also_read = self._also_read(came_from.live)
         call = Call(function, inputs, came_from, self.uncaptured, self.is_marked, in_one_call, self.can_move, also_read)
         then = next_of(call)
@@ -176,7 +177,10 @@ class Tree(Cursor):
         return outputs
 
     def _restart(self, end: Node, key: EdgeKey, inputs: list[Any]) -> list[Any] | None:
-        """The edge from the end of a step to its beginning, for when nothing is held."""
+        """Begin the next step by a replay from the root, if no output of the step that ended at `end` is held.
+
+        `call` makes this the edge of `end` for `key`. None, with nothing changed, if it does not apply.
+        """
         edge = self.root.edges.get(key)
         if edge is None or not end.watch_live.none_held():
             return None
@@ -206,7 +210,7 @@ class Tree(Cursor):
         state, static = self.states[function], function.static_tensors(inputs, node.live)
         moving = state.moves.in_each_step(static)
         if moving:
-            return self._refuse(function, key, self._give_up(function, moving, inputs), inputs)
+            return self._refuse(function, key, self._give_up(function, moving), inputs)
         recording = self._capture(function, key, inputs)
         if isinstance(recording, Failure):
             return self._after_failure(recording, function, key, inputs)
@@ -214,9 +218,9 @@ class Tree(Cursor):
             record_in_place = functools.partial(below_autograd, self._record_in_place)
             recording.edge = node.edges[key] = StableInputProbe(recording, record_in_place)
         state.moves.recorded(recording, static)
-        if function.piece.talks:
-            trees_that_talk.add(self)
-            torch_distributed.call_before_groups_end(free_trees_that_talk)
+        if function.piece.has_collectives:
+            trees_with_collectives.add(self)
+            torch_distributed.call_before_groups_end(free_trees_with_collectives)
         function.failed_captures = 0
         state.keys.add(key)
         state.awaiting_second_warmup.discard(key)
@@ -227,11 +231,11 @@ class Tree(Cursor):
         static = function.static_tensors(inputs, ()).values()
         groups = torch_distributed.groups_that_gather_into({torch_cuda.identity(x.untyped_storage()) for x in static})
         if groups:
-            self.gathering = self.gathering or self.driver.open_gathering_pool(self.device)
-            torch_distributed.allocate_gathered_in(self.gathering, groups)
-            self.gathered |= groups
+            self.gathering_pool = self.gathering_pool or self.driver.open_gathering_pool(self.device)
+            torch_distributed.allocate_gathered_in(self.gathering_pool, groups)
+            self.gathered_groups |= groups
 
-    def _give_up(self, function: Function, moving: Sequence[int], inputs: list[Any]) -> str:
+    def _give_up(self, function: Function, moving: Sequence[int]) -> str:
         """Run the family of `function` without graphs from now on, because the inputs `moving` come at new addresses.
         Returns why. Recordings that are of no use any more are closed."""
         counters.add("given_up")
@@ -336,7 +340,7 @@ class Tree(Cursor):
         if cause is not Cause.WARMUP:
             return self._skip(function, "a capture failed in this step" if self.is_broken else cause.value, inputs)
         self._gather_at_the_same_addresses(function, inputs)
-        storages = storages_of(inputs)
+        storages = weak_storages_of(inputs)
         outputs = self.warmup.run(function, inputs, storages)
         self.states[function].warmup_count += 1
         counters.add("warmups")
@@ -369,7 +373,7 @@ class Tree(Cursor):
         if not end.watch_live.none_held():
             before, number = self.stream_object, self.stream
             self.follow_stream()
-            self._release_held_outputs(held(end.live), inputs)
+            self._release_held_outputs(slots_in_use(end.live), inputs)
             if before is not None and number != self.stream:
                 self.driver.let_wait(before, self.stream_object)  # a copy is finished before it is read there
         self.current, self.uncaptured, self.ignored_marks = self.root, None, 0
@@ -398,10 +402,10 @@ class Tree(Cursor):
                 recording.choose_output_path()
 
     def _also_read(self, slots: Sequence[Slot]) -> set[Slot]:
-        """Those of `slots` that later parts of the cut graph which runs may read: its inputs, and all if a part ran."""
-        if self.entered not in (None, self.path_end):
+        """Those of `slots` that later parts of a cut graph may read: its inputs, and all once one of its parts ran."""
+        if self.entered_at not in (None, self.path_end):
             return set(slots)
-        return set(on_slots([torch_cuda.alive(ref) for ref in self.around], slots).values()) if self.around else set()
+        return set(on_slots([torch_cuda.alive(ref) for ref in self.outer_inputs], slots).values())
 
     def can_move(self, slot: Slot) -> bool:
         return not slot.host and self.driver.can_copy_out(slot.storage)
@@ -441,9 +445,9 @@ class Tree(Cursor):
         else:
             self.states.clear()
             self.given_up.clear()
-            torch_distributed.gather_as_before(self.gathered)
-            self.gathered.clear()
-            self.gathering = None
+            torch_distributed.gather_as_before(self.gathered_groups)
+            self.gathered_groups.clear()
+            self.gathering_pool = None
         self._begin()
 
 
@@ -485,11 +489,11 @@ def one_capture() -> Iterator[None]:
         close_pending()
 
 
-def free_trees_that_talk() -> None:
+def free_trees_with_collectives() -> None:
     """Free trees with collectives before their groups of processes end: NCCL would wait for their graphs for ever."""
-    for tree in list(trees_that_talk):
+    for tree in list(trees_with_collectives):
         tree.close_keeping_outputs()
-    trees_that_talk.clear()
+    trees_with_collectives.clear()
 
 
 def close_later(tree: Tree) -> None:

@@ -42,7 +42,7 @@ def below_autograd(run: Callable[..., Any], *arguments: Any) -> Any:
         return run(*arguments)
 
 
-def storages_of(values: Sequence[Any]) -> list[StorageWeakRef]:
+def weak_storages_of(values: Sequence[Any]) -> list[StorageWeakRef]:
     return [StorageWeakRef(x.untyped_storage()) for x in values if is_strided(x)]
 
 
@@ -70,7 +70,7 @@ class UncapturedStep:
         self.call_counts[function] += 1
         self.backward = torch_cuda.graph_task_id()
         known = {storage.cdata for storage in input_storages}
-        made = [storage for storage in storages_of(outputs) if storage.cdata not in known]
+        made = [storage for storage in weak_storages_of(outputs) if storage.cdata not in known]
         self.made += [(function, storage) for storage in made]
         if function.piece.is_backward:
             self.awaiting_backward.clear()

@@ -15,6 +15,7 @@ import torch
 from failing_captures import POINTS, FailingDriver, Fault, Interrupt
 from tree_programs import World, takes_list
 
+from cudagraph import counters
 from cudagraph.errors import NotCapturableError
 from cudagraph.torch_private import cuda as torch_cuda
 from cudagraph.tree import dispatch, record
@@ -169,7 +170,7 @@ def test_whatever_fails_all_is_as_before(failing, point, kind):
             break
         for _ in range(5):
             program.step()
-        counts = dispatch.stats()
+        counts = counters.stats()
         captured = [node.function.name for node in mine(world).root.recordings()]
         if kind == "not allowed in a capture":
             assert "the function" not in captured and counts["skips"] >= 5, counts
@@ -209,7 +210,7 @@ def test_what_is_refused_in_a_capture_leaves_no_trace(failing, why):
     program.step()
     for _ in range(6):
         program.step(fails=True)
-    counts = dispatch.stats()
+    counts = counters.stats()
     recorded = [node.function.name for node in mine(failing).root.recordings()]
     assert "the function" not in recorded and counts["skips"] >= 4, counts
 
@@ -282,7 +283,7 @@ def test_what_gives_an_input_other_memory_is_put_back_and_refused(world, kind, h
                     assert torch.equal(world.read(a), b)
                 assert torch.equal(w, reference) and w.stride() == reference.stride()
     if how == "static":
-        assert dispatch.stats()["skips"] == 4 and (memory.data_ptr() == w.data_ptr()) == (kind == "shape")
+        assert counters.stats()["skips"] == 4 and (memory.data_ptr() == w.data_ptr()) == (kind == "shape")
         (told,) = [r.getMessage() for r in caplog.records if "the binder" in r.getMessage()]
         assert "gives input 1 other memory or another shape" in told
 
@@ -300,7 +301,7 @@ def test_or_error_says_what_failed(failing):
         dispatch.mark_step_begin()
         same = f(x)
         assert torch.equal(world.read(same[0]), x.sin())
-    assert dispatch.stats()["recordings"] == 1
+    assert counters.stats()["recordings"] == 1
 
 
 @pytest.mark.parametrize("deleted", ["inputs are put back", "what was made is dropped"])

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import cudagraph
+from cudagraph import counters
 from cudagraph.errors import NotCapturableError, OptionError, StaleOutputError
-from cudagraph.tree import dispatch
 from cudagraph.tree.liveness import STALE
 
 
@@ -263,7 +263,7 @@ def test_right_validation_without_no_grad(world):
             x = world.randn(4, 4)
             out = f(x, w)
             close(world, out, torch.tanh(x * w).detach())
-        assert dispatch.stats()["recordings"] < 30
+        assert counters.stats()["recordings"] < 30
 
 
 def test_right_one_of_many_backwards(world):
@@ -281,7 +281,7 @@ def test_right_one_of_many_backwards(world):
         loss.backward()
         close(world, w.grad, ((1 - torch.tanh(x * w) ** 2) * x).detach())
         del loss
-    assert dispatch.stats()["replays"] > 12
+    assert counters.stats()["replays"] > 12
 
 
 def test_right_backward_in_another_thread(world):
@@ -353,7 +353,7 @@ def test_right_torch_marks_steps_too(world):
         close(world, g(h)[0], x.sin() + 1)
         (h,) = f(x + 1)  # in a marked step the first function may come again
         close(world, g(h)[0], (x + 1).sin() + 1)
-    assert dispatch.stats()["recordings"] == 4 and dispatch.stats()["held_outputs"] > 0
+    assert counters.stats()["recordings"] == 4 and counters.stats()["held_outputs"] > 0
 
 
 def test_right_random_numbers_after_a_refusal(world):
@@ -377,4 +377,4 @@ def test_right_constants(world):
         out = f(x)
         for ours, eager in zip(out, [x @ table, table, table[1:]], strict=True):
             close(world, ours, eager)
-    assert dispatch.stats()["held_outputs"] == 2  # of two steps one output each, not the constants
+    assert counters.stats()["held_outputs"] == 2  # of two steps one output each, not the constants

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from tree_programs import World, layer, same, steps
 
+from cudagraph import counters
 from cudagraph.torch_private import cuda as torch_cuda
 from cudagraph.tree import dispatch, record, tree
 
@@ -35,11 +36,11 @@ def test_memory_does_not_grow(world):
         x = world.randn(8)
         last = g(*f(x))[0]
         if i == 20:
-            recordings = dispatch.stats()["recordings"]
+            recordings = counters.stats()["recordings"]
             gc.collect()
             objects = len(gc.get_objects())
     gc.collect()
-    assert dispatch.stats()["recordings"] == recordings
+    assert counters.stats()["recordings"] == recordings
     assert len(gc.get_objects()) - objects < 50
     assert last is not None
 
@@ -61,7 +62,7 @@ def test_reset_gives_everything_back(world):
     with pytest.raises(RuntimeError, match="memory has been reused"):
         world.read(kept)
     steps(world, f, lambda x: [x.sin()], lambda: (world.randn(1 << 10),))
-    assert dispatch.stats()["recordings"] == 1
+    assert counters.stats()["recordings"] == 1
 
 
 @pytest.mark.parametrize("mark_last", [False, True])
@@ -79,7 +80,7 @@ def test_steps_begin_by_themselves_after_a_reset(world, mark_last):
     for _ in range(4):
         x = world.randn(4)
         same(world, g(x), [x.cos()])
-    assert [dispatch.stats()[count] for count in ("warmups", "recordings", "replays")] == [1, 1, 2]
+    assert [counters.stats()[count] for count in ("warmups", "recordings", "replays")] == [1, 1, 2]
     assert mine in [t for trees in dispatch.every_thread for t in trees.values()] and not mine.is_marked
     dispatch.mark_step_begin()
     g(world.randn(4))
@@ -368,7 +369,7 @@ def test_a_chain_needs_little_more_than_what_is_alive(forgets, monkeypatch):
     for _ in range(4):
         dispatch.mark_step_begin()
         step(f)
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["skips"], counts["held_outputs"]) == (16, 0, 0)
     assert (world.driver.pools[0].extent <= 1.1 * uncaptured.alive.peak) is not forgets
     dispatch.reset()
@@ -393,7 +394,7 @@ def test_the_pool_of_several_paths_comes_back():
         if step % 3 != 0:
             same(world, h(b), [(x.cos() * 2).exp().repeat(5)])
         same(world, [a, b], [x.sin(), x.cos() * 2])
-    assert dispatch.stats()["recordings"] >= 4 and not dispatch.stats()["skips"]
+    assert counters.stats()["recordings"] >= 4 and not counters.stats()["skips"]
     del a, b, x
     dispatch.reset()
     torch.cuda.empty_cache()

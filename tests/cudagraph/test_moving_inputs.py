@@ -17,6 +17,7 @@ from places import backend_with
 from torch import nn
 from tree_programs import World, same
 
+from cudagraph import counters
 from cudagraph.errors import NotCapturableError
 from cudagraph.tree import dispatch
 from cudagraph.tree.moves import EARNED
@@ -79,7 +80,7 @@ def gather(model: nn.Module, _: int) -> None:
 
 def test_layers_that_share_a_graph_are_recorded_once_each(world):
     trained_like_uncaptured(world, 16, 6, lambda model, i: None)
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["replays"], counts["given_up"]) == (2 * 16, 4 * 2 * 16, 0)
 
 
@@ -94,8 +95,8 @@ def test_layers_without_gradients_are_recorded_once_each(world):
             for block in compiled:
                 h = block(h)
             torch.testing.assert_close(world.read(h), model(x), rtol=1e-5, atol=1e-5)
-        recordings.append(dispatch.stats()["recordings"])
-    counts = dispatch.stats()
+        recordings.append(counters.stats()["recordings"])
+    counts = counters.stats()
     assert recordings[3] == recordings[-1] <= 2 * 16, (
         recordings
     )  # before torch 2.13 they form a path, the first time without the layer that warms up
@@ -106,7 +107,7 @@ def test_layers_without_gradients_are_recorded_once_each(world):
 def test_parameters_that_move_in_each_step_end_the_captures(world, layers, caplog):
     with caplog.at_level(logging.WARNING, logger="cudagraph"):
         trained_like_uncaptured(world, layers, 8, gather)
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert counts["recordings"] == 2 * (2 * layers), "twice each, then it is known"
     assert (counts["given_up"], counts["replays"]) == (1, 0)
     said = [r.getMessage() for r in caplog.records]
@@ -131,7 +132,7 @@ def test_what_is_recorded_in_vain_is_freed():
         dispatch.mark_step_begin()
         x = world.randn(4)
         same(world, kept(x), [x.sin()])
-    assert dispatch.stats()["replays"] == 2
+    assert counters.stats()["replays"] == 2
 
 
 def test_the_functions_before_and_after_stay_captured(world):
@@ -147,7 +148,7 @@ def test_the_functions_before_and_after_stay_captured(world):
         (y,) = f(h, w)
         same(world, after(y), [(x.sin() @ w).cos()])
         del h, y
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert counts["given_up"] == 1
     assert counts["recordings"] == 1 + 2 + 3, "what follows is recorded after each, and once without"
     assert (counts["skips"], counts["replays"]) == (12 - 3, 2 * 12 - 2 - 1 - 3)
@@ -166,7 +167,7 @@ def test_several_functions_are_found_out_at_once(world):
             (h,), e = f(h, w), e * w
         same(world, [h], [e])
         del h
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["given_up"]) == (2 * len(fs), len(fs))
 
 
@@ -194,7 +195,7 @@ def test_parameters_that_move_once_are_captured_again(world, how, after):
         move(model, i)
         model(world.randn(4, WIDTH, requires_grad=True)).square().mean().backward()
         model.zero_grad()
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["given_up"], counts["skips"]) == (2 * 2 * 4, 0, 0)
     assert counts["replays"] == (count - 3) * 2 * 4
 
@@ -209,7 +210,7 @@ def test_what_moves_after_many_replays_is_recorded_each_time(world):
             dispatch.mark_step_begin()
             x = world.randn(3, 4)
             same(world, f(x, w), [x @ w])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["given_up"]) == (4, 0)
 
 
@@ -223,7 +224,7 @@ def test_replays_that_read_all_inputs_in_place_count(world):
             dispatch.mark_step_begin()
             x.copy_(torch.randn_like(x))
             same(world, f(x, w), [x @ w])
-    assert dispatch.stats()["given_up"] == 0, "the first move was after many replays"
+    assert counters.stats()["given_up"] == 0, "the first move was after many replays"
 
 
 def test_two_moves_with_many_replays_between_them_are_not_in_a_row(world):
@@ -248,7 +249,7 @@ def test_two_moves_with_many_replays_between_them_are_not_in_a_row(world):
             gather()
         for _ in range(count):
             kind(world.randn(3, 4))
-    assert dispatch.stats()["given_up"] == 0
+    assert counters.stats()["given_up"] == 0
 
 
 def test_what_moves_in_every_second_step_is_not_recorded_for_ever(world):
@@ -261,7 +262,7 @@ def test_what_moves_in_every_second_step_is_not_recorded_for_ever(world):
             gather()
         x = world.randn(3, 4)
         same(world, f(x, w), [x @ w])
-    assert (dispatch.stats()["recordings"], dispatch.stats()["given_up"]) == (2, 1)
+    assert (counters.stats()["recordings"], counters.stats()["given_up"]) == (2, 1)
 
 
 def test_a_forward_that_is_given_up_takes_its_backward_along(world):
@@ -275,7 +276,7 @@ def test_a_forward_that_is_given_up_takes_its_backward_along(world):
         lambda x: torch.tanh(model(x)), backend=backend_with(world.driver)
     )  # its backward does not read `w`
     for _ in range(2):
-        before = dispatch.stats()["replays"]  # CUDA's allocator may put `w` where it was two steps before
+        before = counters.stats()["replays"]  # CUDA's allocator may put `w` where it was two steps before
         for _ in range(8):
             dispatch.mark_step_begin()
             gather()
@@ -283,7 +284,7 @@ def test_a_forward_that_is_given_up_takes_its_backward_along(world):
             f(x).sum().backward()
             expected = (x.t() @ (1 - torch.tanh(x @ w.detach().t()) ** 2)).t()
             same(world, [w.grad], [expected.contiguous()])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["given_up"], counts["replays"]) == (4, 1, before)
 
 
@@ -300,12 +301,12 @@ def test_evaluation_stays_captured_where_training_is_not(world):
         gather(model, 0)
         run(world.randn(4, WIDTH, requires_grad=True)).sum().backward()
         model.zero_grad()
-    assert dispatch.stats()["given_up"] == 1
+    assert counters.stats()["given_up"] == 1
     for _ in range(4):
         x = world.randn(4, WIDTH)
         with torch.no_grad():
             torch.testing.assert_close(world.read(run(x)), model(x), rtol=1e-5, atol=1e-5)
-    assert dispatch.stats()["replays"] >= 4 and dispatch.stats()["given_up"] == 1
+    assert counters.stats()["replays"] >= 4 and counters.stats()["given_up"] == 1
 
 
 def test_a_buffer_that_moves_and_is_written(world):
@@ -319,7 +320,7 @@ def test_a_buffer_that_moves_and_is_written(world):
         x = world.randn(4)
         expected += x
         same(world, [*f(x, total), total], [expected * 2, expected])
-    assert (dispatch.stats()["recordings"], dispatch.stats()["given_up"]) == (2, 1)
+    assert (counters.stats()["recordings"], counters.stats()["given_up"]) == (2, 1)
 
 
 def test_or_error_raises_where_captures_end(world):
@@ -342,13 +343,13 @@ def test_reset_tries_again(world):
     for _ in range(6):
         gather()
         f(world.randn(3, 4), w)
-    assert dispatch.stats()["given_up"] == 1
+    assert counters.stats()["given_up"] == 1
     dispatch.reset()
     for _ in range(6):  # they stay where they are now
         dispatch.mark_step_begin()
         x = world.randn(3, 4)
         same(world, f(x, w), [x @ w])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["replays"], counts["given_up"]) == (1, 4, 0)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import cudagraph
 from cudagraph.explain import explain_with
 from cudagraph.tree.driver import cuda_driver
-from cudagraph.tree.liveness import layout_of, sharing_versions, tensor_on
+from cudagraph.tree.liveness import alias_sharing_versions, layout_of, tensor_on
 
 
 class Masked(nn.Module):
@@ -208,7 +208,7 @@ def test_tensors_in_the_same_memory_count_writes_together(view):
     x = torch.randn(3, 4)
     alias = view(x)
     for base, other in ((x, alias), (alias, x)):
-        made = sharing_versions(base, layout_of(other))
+        made = alias_sharing_versions(base, layout_of(other))
         assert torch.equal(made, tensor_on(x.untyped_storage(), layout_of(other))) and torch.equal(made, other)
         base.add_(1)
         assert made._version == base._version and torch.equal(made, other)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tree_programs import World, same, steps
 
+from cudagraph import counters
 from cudagraph.errors import NotCapturableError, OptionError
 from cudagraph.options import Options
 from cudagraph.torch_private import cuda as torch_cuda
@@ -23,7 +24,7 @@ def test_too_many_addresses(world, caplog):
             dispatch.mark_step_begin()
             x = world.randn(3, 4)
             same(world, f(x, weights[i]), [x @ weights[i]])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["replays"], counts["skips"]) == (3, 3, 3)
     assert len([r for r in caplog.records if "rerecord_limit" in r.getMessage()]) == 1
 
@@ -35,7 +36,7 @@ def test_sizes(world, caplog):
             dispatch.mark_step_begin()
             x = world.randn(n)
             same(world, f(x, n), [x.sum() + n, n])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["skips"]) == (3, 2)
     assert len([r for r in caplog.records if "size_limit" in r.getMessage()]) == 1
 
@@ -78,7 +79,7 @@ def test_mutated_inputs(world, caplog):
         x = world.randn(4)
         expected += x
         same(world, [*static(x, buffer), buffer], [expected * 2, expected])
-    assert dispatch.stats()["skips"] == 0
+    assert counters.stats()["skips"] == 0
 
     produce = world.function(lambda x: [x.sin()])
     managed = world.function(add_to, mutated=(1,))
@@ -88,7 +89,7 @@ def test_mutated_inputs(world, caplog):
         (h,) = produce(x)
         (out,) = managed(x, h)
         same(world, [h, out], [x.sin() + x, (x.sin() + x) * 2])
-    assert dispatch.stats()["skips"] == 0
+    assert counters.stats()["skips"] == 0
 
     own = world.function(add_to, mutated=(1,), name="the writer")
     with caplog.at_level(logging.WARNING, logger="cudagraph"):
@@ -97,7 +98,7 @@ def test_mutated_inputs(world, caplog):
             x, target = world.randn(4), world.randn(4)
             result = target + x
             same(world, [*own(x, target), target], [result * 2, result])
-    assert dispatch.stats()["skips"] == 3  # the first call was a warm-up
+    assert counters.stats()["skips"] == 3  # the first call was a warm-up
     told = [r.getMessage() for r in caplog.records if "the writer" in r.getMessage()]
     assert len(told) == 1 and "mutates input 1" in told[0]
 
@@ -141,7 +142,7 @@ def test_an_error_in_a_capture_leaves_nothing_behind(world, in_capture_alone):
             with pytest.raises(type(error), match=str(error)):
                 f(h)
         same(world, [h], [x + 1])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["skips"]) == (2, 2)
     # and random numbers go on as in eager
     torch.manual_seed(0)
@@ -161,7 +162,7 @@ def test_an_error_in_every_capture_is_told_once(world, caplog):
     f = world.function(fn, name="the greedy")
     with caplog.at_level(logging.WARNING, logger="cudagraph"):
         steps(world, f, lambda x: [x.sin()], lambda: (world.randn(4),), count=9)
-    assert dispatch.stats()["skips"] == 8 and dispatch.stats()["recordings"] == 0
+    assert counters.stats()["skips"] == 8 and counters.stats()["recordings"] == 0
     told = [r.getMessage() for r in caplog.records if "the greedy" in r.getMessage()]
     assert len(told) == 1 and "capturing it raised MemoryError: none left" in told[0]
 
@@ -184,7 +185,7 @@ def test_an_error_in_a_replay_is_raised_at_once(world):
     assert len(calls) == 1
     node.launch = launch
     steps(world, f, lambda x: [x.sin()], lambda: (world.randn(4),))
-    assert dispatch.stats()["recordings"] == 1
+    assert counters.stats()["recordings"] == 1
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -204,7 +205,7 @@ def test_no_room_for_what_is_held_leaves_the_step_to_be_ended(world, marked, mon
                 f(x)
         kept.append((f(x)[0], x.sin()))
         same(world, [ours for ours, _ in kept], [eager for _, eager in kept])
-    assert (dispatch.stats()["warmups"], dispatch.stats()["recordings"], dispatch.stats()["held_outputs"]) == (1, 1, 4)
+    assert (counters.stats()["warmups"], counters.stats()["recordings"], counters.stats()["held_outputs"]) == (1, 1, 4)
 
 
 def no_room(self, storages):
@@ -224,11 +225,11 @@ def test_what_cannot_be_captured_runs_as_it_is(world, caplog):
             dispatch.mark_step_begin()
             x = world.randn(6)
             same(world, f(x), fn(x))
-    assert dispatch.stats()["skips"] == 4 and dispatch.stats()["recordings"] == 0
+    assert counters.stats()["skips"] == 4 and counters.stats()["recordings"] == 0
     assert len([r for r in caplog.records if "the asker" in r.getMessage()]) == 1
     g = world.function(lambda x: [x + torch.rand_like(x) * 0])
     steps(world, g, lambda x: [x], lambda: (world.randn(6),))
-    assert dispatch.stats()["recordings"] == 1
+    assert counters.stats()["recordings"] == 1
 
 
 @pytest.mark.gpu
@@ -257,7 +258,7 @@ def test_out_of_memory_in_a_capture():
     for _ in range(3):
         dispatch.mark_step_begin()
         same(world, f(g(x)[0]), [x * 2])
-    assert dispatch.stats()["recordings"] == 2 and dispatch.stats()["skips"] == 2
+    assert counters.stats()["recordings"] == 2 and counters.stats()["skips"] == 2
     assert torch.cuda.memory_reserved() < free // 4
     dispatch.reset()
 
@@ -292,8 +293,8 @@ def test_a_failed_capture_takes_nothing_away_from_its_step(world, how):
         same(world, [w.grad], [((1 - torch.tanh(x * w) ** 2) * x).detach()])
         del a, c, y
         if step == 4:
-            settled = dispatch.stats()
-    counts = dispatch.stats()
+            settled = counters.stats()
+    counts = counters.stats()
     assert counts["warmups"] == settled["warmups"] and counts["recordings"] == settled["recordings"]
     assert counts["replays"] > settled["replays"]
 
@@ -310,7 +311,7 @@ def test_a_step_that_never_ends_stops_recording(world):
         y = world.randn(4)
         same(world, g(y), [y.cos()])
     same(world, [first], [x.sin()])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert counts["recordings"] < 30 and counts["skips"] > 40
 
 
@@ -327,7 +328,7 @@ def test_an_allocator_that_restores_nothing(caplog):
             x = world.randn(6)
             f(x, w).sum().backward()
             same(world, [w.grad], [((1 - torch.tanh(x * w) ** 2) * x).detach()])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["warmups"], counts["recordings"], counts["skips"]) == (0, 0, 8)
     assert not world.driver.pools and not world.driver.warm_pools
     told = [r.getMessage() for r in caplog.records]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tree_programs import World, same
 
+from cudagraph import counters
 from cudagraph.tree import dispatch
 from cudagraph.tree.node import PROBED_CALLS
 
@@ -26,7 +27,7 @@ def test_a_buffer_that_is_filled_again_is_not_copied(world):
         dispatch.mark_step_begin()
         filled(x)
         same(world, f(x), [x.sin(), x + 1])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["rerecordings"], counts["replays"]) == (2, 1, PROBED_CALLS - 1 + 4)
     assert counts["copies"] == PROBED_CALLS - 1
 
@@ -38,7 +39,7 @@ def test_one_that_moves_is_copied_again_and_nothing_is_recorded(world):
         dispatch.mark_step_begin()
         given = world.randn(5) if step in (DECIDED + 1, DECIDED + 5) else filled(x)
         same(world, f(given), [given.sin()])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["skips"]) == (2, 0)
     assert counts["copies"] == PROBED_CALLS - 1 + 7  # from the first move on
 
@@ -50,7 +51,7 @@ def test_inputs_in_turns_are_copied_for_good(world):
         dispatch.mark_step_begin()
         x, y = filled(xs[step % 2]), filled(xs[0])
         same(world, f(x, y), [x - y])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["copies"]) == (1, 2 * counts["replays"])
 
 
@@ -67,7 +68,7 @@ def test_of_a_path_only_the_last_is_recorded_once_more(world):
             (h,) = f(h, x)
         same(world, [h], [e])
         del h
-    assert dispatch.stats()["recordings"] == count + 1
+    assert counters.stats()["recordings"] == count + 1
 
 
 def test_training_copies_for_good(world):
@@ -81,7 +82,7 @@ def test_training_copies_for_good(world):
         f(x, w).backward(g)
         expected = x.t() @ ((1 - torch.tanh(x @ w.detach()) ** 2) * g)
         same(world, [w.grad], [expected])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["rerecordings"]) == (2, 0)
 
 
@@ -125,7 +126,7 @@ def test_a_weight_that_moves_later(world):
         dispatch.mark_step_begin()
         filled(x)
         same(world, f(x, weights[which]), [x * weights[which]])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert counts["recordings"] == 3, "the other weight has a recording of its own, and that copies"
     assert counts["skips"] == 0
 
@@ -139,7 +140,7 @@ def test_no_limit_of_recordings_counts_it_and_none_forbids_it(world):
             dispatch.mark_step_begin()
             filled(x)
             same(world, f(x, weights[which]), [x * weights[which]])
-        assert (dispatch.stats()["recordings"], dispatch.stats()["skips"]) == (recordings, 0)
+        assert (counters.stats()["recordings"], counters.stats()["skips"]) == (recordings, 0)
 
 
 def test_where_it_cannot_be_recorded_once_more(world):
@@ -157,7 +158,7 @@ def test_where_it_cannot_be_recorded_once_more(world):
         filled(x)
         same(world, f(x), [x.sin()])
     assert next(runs) == 4, "it was tried, once"
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["skips"], counts["copies"]) == (1, 0, counts["replays"])
 
 
@@ -169,7 +170,7 @@ def test_two_inputs_on_one_storage_are_copied_for_good(world):
         dispatch.mark_step_begin()
         filled(x)
         same(world, f(x[:4], x[4:]), [x[:4].view(2, 2), x[4:] + 1])
-    assert dispatch.stats()["recordings"] == 1
+    assert counters.stats()["recordings"] == 1
 
 
 def test_outputs_that_are_inputs(world):

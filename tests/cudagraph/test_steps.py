@@ -16,6 +16,7 @@ from places import backend_with
 from tree_programs import World, same
 
 import cudagraph
+from cudagraph import counters
 from cudagraph.torch_private import cuda as torch_cuda
 from cudagraph.tree import dispatch
 from cudagraph.tree.liveness import STALE
@@ -309,7 +310,7 @@ def test_a_recurrence_is_recorded_once_a_function(simulated, feeds):
             (h,) = g(h)
             e = e * 2 - 1
         same(world, [h], [e])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert counts["recordings"] <= 4 and counts["skips"] == 0, counts
 
 
@@ -324,5 +325,5 @@ def test_what_every_call_reads_is_moved_out_once(simulated):
         for _ in range(3 * REPEATS):
             t = world.randn(4)
             same(world, [*decode(e, t), e], [x.sin() * t, x.sin()])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert counts["recordings"] <= 6 and counts["skips"] == 0, counts

@@ -23,7 +23,7 @@ def test_warm_up_record_replay(world):
 
     f = world.function(fn, static=(1,))
     steps(world, f, fn, lambda: (world.randn(3, 4), w))
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["warmups"], counts["recordings"], counts["replays"]) == (1, 1, 2)
     assert counts["copies"] == 2  # one input a replay; the weight is read where it is
 
@@ -38,7 +38,7 @@ def test_a_chain_of_graphs_copies_nothing_between_them(world):
         h = f(x)[0]
         same(world, g(h), [x.sin().cos(), x.sin() + 1])
         same(world, [h], [x.sin()])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["replays"], counts["copies"]) == (2, 4, 2)
 
 
@@ -86,7 +86,7 @@ def test_branches(world):
         x = world.randn(5)
         h = f(x)[0]
         same(world, (k if branch else g)(h), [x.sin().exp(), x.sin()] if branch else [x.sin() * 2])
-    assert dispatch.stats()["recordings"] == 3
+    assert counters.stats()["recordings"] == 3
 
 
 def test_liveness_makes_another_recording(world):
@@ -135,7 +135,7 @@ def test_a_static_input_moves_and_comes_back(world, caplog):
             dispatch.mark_step_begin()
             x = world.randn(3, 4)
             same(world, f(x, weights[i]), [x @ weights[i]])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["recordings"], counts["rerecordings"], counts["replays"]) == (2, 1, 4)
     moved = [r.getMessage() for r in caplog.records if "moved" in r.getMessage()]
     assert len(moved) == 1
@@ -200,7 +200,7 @@ def test_generator_inputs(world):
         dispatch.mark_step_begin()
         x = world.randn(16)
         same(world, f(x, mine), fn(x, reference))
-    assert dispatch.stats()["replays"] >= 3
+    assert counters.stats()["replays"] >= 3
 
 
 def test_inference_mode(world):
@@ -244,7 +244,7 @@ def test_outputs_are_new_tensors(world):
 def test_warmup_steps(world):
     f = world.function(lambda x: [x + 1], options={"warmup_steps": 3})
     steps(world, f, lambda x: [x + 1], lambda: (world.randn(4),), count=5)
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["warmups"], counts["recordings"], counts["replays"]) == (3, 1, 1)
     assert set(counts) == set(counters.COUNTERS)
 
@@ -276,7 +276,7 @@ def test_offloaded_outputs():
             del z, packed_again
         same(world, [y, *b(packed, g)], [x * 2, x.sin() * g])
         del y, packed
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert counts["skips"] == 0 and counts["rerecordings"] == 0
     dispatch.reset()
 

@@ -11,6 +11,7 @@ import torch
 from places import backend_with
 from tree_programs import World, layer, same, takes_list
 
+from cudagraph import counters
 from cudagraph.tree import dispatch
 
 
@@ -78,7 +79,7 @@ def test_training_warms_up_in_memory_of_its_own(simulated, monkeypatch):
         del saved, gradients
     assert not any(count for _, count in seen[3:])
     assert [pool() for pool in world.driver.warm_pools] == [None, None][: 2 if world.driver.can_move else 1]
-    assert (dispatch.stats()["warmups"], dispatch.stats()["recordings"]) == (3, 3)
+    assert (counters.stats()["warmups"], counters.stats()["recordings"]) == (3, 3)
 
 
 def test_gradients_are_moved_whose_storages_lie_where_saved_ones_lay(simulated, monkeypatch):
@@ -138,7 +139,7 @@ def test_a_warm_up_that_raises_leaves_its_memory(simulated):
         dispatch.mark_step_begin()
         x = world.randn(4)
         same(world, g(x), [x.sin()])
-    assert dispatch.stats()["recordings"] == 1
+    assert counters.stats()["recordings"] == 1
 
 
 def test_gradients_stay_where_there_is_no_room_for_both(simulated, monkeypatch):
@@ -159,7 +160,7 @@ def test_gradients_stay_where_there_is_no_room_for_both(simulated, monkeypatch):
         f(x, w).sum().backward()
         same(world, [w.grad], [((1 - torch.tanh(x * w) ** 2) * x).detach()])
         assert not world.driver.warming
-    assert (dispatch.stats()["warmups"], dispatch.stats()["recordings"]) == (2, 2)
+    assert (counters.stats()["warmups"], counters.stats()["recordings"]) == (2, 2)
 
 
 def test_a_backward_in_another_thread_warms_up_once(simulated):
@@ -175,7 +176,7 @@ def test_a_backward_in_another_thread_warms_up_once(simulated):
         thread.start()
         thread.join()
         same(world, [w.grad], [((1 - torch.tanh(x * w) ** 2) * x).detach()])
-    counts = dispatch.stats()
+    counts = counters.stats()
     assert (counts["warmups"], counts["recordings"], counts["replays"], counts["skips"]) == (2, 2, 12, 0)
 
 
@@ -187,7 +188,7 @@ def test_a_saved_parameter_waits_for_no_backward(simulated):
     for _ in range(8):
         x = world.randn(6)
         same(world, [f(x, w)], [torch.tanh(x * w).detach()])
-    assert (dispatch.stats()["warmups"], dispatch.stats()["replays"]) == (1, 6)
+    assert (counters.stats()["warmups"], counters.stats()["replays"]) == (1, 6)
 
 
 def test_what_comes_after_a_warm_up_in_its_step_is_not_recorded(simulated):
@@ -200,7 +201,7 @@ def test_what_comes_after_a_warm_up_in_its_step_is_not_recorded(simulated):
             x = world.randn(4)
             k = "fgh".index(each)
             same(world, (f, g, h)[k](x), [torch.sin(x * (k + 1))])
-        seen.append((dispatch.stats()["warmups"], dispatch.stats()["recordings"]))
+        seen.append((counters.stats()["warmups"], counters.stats()["recordings"]))
     assert seen == [(2, 0), (2, 2), (4, 2), (4, 5), (4, 5)]
 
 
@@ -219,11 +220,11 @@ def test_nothing_is_recorded_in_a_warm_up(simulated):
     inner(x)
     dispatch.mark_step_begin()
     same(world, outer(x), [x.cos(), x.sin()])
-    assert (dispatch.stats()["warmups"], dispatch.stats()["recordings"]) == (3, 0)
+    assert (counters.stats()["warmups"], counters.stats()["recordings"]) == (3, 0)
     for _ in range(3):
         dispatch.mark_step_begin()
         same(world, inner(x), [x.cos()])
-    assert dispatch.stats()["recordings"] == 1
+    assert counters.stats()["recordings"] == 1
 
 
 @pytest.mark.gpu
@@ -256,7 +257,7 @@ def test_a_warm_up_in_a_pool_of_the_callers_own():
     finally:
         stop.set()
         thread.join()
-    assert dispatch.stats()["recordings"] >= 2 and not dispatch.stats()["skips"]
+    assert counters.stats()["recordings"] >= 2 and not counters.stats()["skips"]
     dispatch.reset()
 
 
@@ -295,5 +296,5 @@ def test_what_an_optimizer_keeps_pins_no_activations():
     dispatch.mark_step_begin()
     step(f, {})
     expected = [w.detach().clone() for w in weights]
-    assert dispatch.stats()["recordings"] == 8 and len(expected) == 4
+    assert counters.stats()["recordings"] == 8 and len(expected) == 4
     dispatch.reset()

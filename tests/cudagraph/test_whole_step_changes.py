@@ -247,7 +247,7 @@ class TestWhatMayStillChange:
     def recorded(self, device, monkeypatch, count, calls, warmup_steps=1):
         """How often a step was recorded before each call, if something changes in the first `count` uncaptured ones."""
         uncaptured, before = [], []
-        monkeypatch.setattr(settling, "counts", [lambda: min(len(uncaptured), count)])
+        monkeypatch.setattr(settling, "unsettled_counts", [lambda: min(len(uncaptured), count)])
         step, expected, models, _ = steps(device, sgd)
         step.options = dataclasses.replace(step.options, warmup_steps=warmup_steps)
         warm_up = step._warm_up

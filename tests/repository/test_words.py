@@ -38,8 +38,6 @@ VAGUE_NAMES = {
     "aot_hooks/planning/within.py: partition_within",
     "aot_hooks/steps/moments.py",
     "aot_hooks/steps/moments.py: moments_of",
-    "cudagraph/options.py: LEAST",
-    "cudagraph/tree/liveness.py: held",
 }
 # Files that hold one arithmetic in several forms, and files of which each one has these names.
 ALIKE = ("aot_hooks/library/", "aot_hooks/integrations/", "aot_hooks/torch_private/", "cudagraph/torch_private/")
@@ -49,7 +47,7 @@ SHARED_NAMES: dict[str, set[str]] = {
     "aot_hooks": {
         *("Call", "Limits", "Program", "Step"),
     },
-    "cudagraph": {"counts", "reason_against", "stats", "storages_of"},
+    "cudagraph": set(),
 }
 
 

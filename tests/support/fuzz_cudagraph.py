@@ -19,6 +19,7 @@ from fuzz_functions import Functions
 from fuzz_programs import Mismatch, Program
 from tree_programs import World
 
+from cudagraph import counters
 from cudagraph.tree import dispatch, node
 
 
@@ -75,7 +76,7 @@ def main() -> int:
             list(chunk), world, generation=options.generation, reset_every=options.reset_every, trace=options.trace
         )
         done += len(chunk)
-        for name, number in dispatch.stats().items():
+        for name, number in counters.stats().items():
             totals[name] = totals.get(name, 0) + number
         if time.monotonic() - begin > options.seconds:
             break

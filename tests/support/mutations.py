@@ -118,7 +118,7 @@ MUTATIONS = (
     Mutation(
         "outputs of a recording in the same memory do not count writes together",
         "cudagraph/tree/node.py",
-        "made[position] = sharing_versions(made[base], where)",
+        "made[position] = alias_sharing_versions(made[base], where)",
         "made[position] = tensor_on(made[base].untyped_storage(), where)",
         (
             "tests/cudagraph/test_programs_writes.py::test_a_write_to_an_output_that_a_backward_needs_raises_in_replays_too",
@@ -138,14 +138,17 @@ MUTATIONS = (
         "if call.is_marked or not ran or torch_cuda.graph_task_id() != -1:",
         ("tests/cudagraph/test_programs.py::test_two_forwards_in_flight",),
     ),
-    deleted("versions of dicts", "[*map(torch_cuda.dict_version, self._full)] == self._versions\n            and "),
-    deleted("dicts that were empty", "            and not any(self._empty)\n"),
+    deleted(
+        "versions of dicts",
+        "[*map(torch_cuda.dict_version, self._full_dicts)] == self._dict_versions\n            and ",
+    ),
+    deleted("dicts that were empty", "            and not any(self._empty_dicts)\n"),
     deleted("lengths of lists", "            and [*map(len, self._lists)] == self._lengths\n"),
     deleted("items of lists", "            and all(map(is_, chain.from_iterable(self._lists), self._items))\n"),
-    deleted("orders", "            and all(map(is_, chain.from_iterable(self._ordered), self._order))\n"),
+    deleted("orders", "            and all(map(is_, chain.from_iterable(self._ordered_dicts), self._keys_in_order))\n"),
     deleted("classes", "            and all(map(is_, map(type, self._objects), self._classes))\n"),
     deleted("attributes", "            and all(map(is_, map(ATTRIBUTES, self._owners), self._attribute_dicts))\n"),
-    deleted("hooks", "            and [*map(torch_cuda.gradient_hooks, self._hooked)] == self._hooks\n"),
+    deleted("hooks", "            and [*map(torch_cuda.gradient_hooks, self._differentiable)] == self._hooks\n"),
     deleted("views", "            and all(_same(read(), saved) for read, _, saved in self._views)\n"),
     deleted("tensors on the CPU", "            and [x._version for x in self.on_cpu] == self._cpu_versions\n"),
     Mutation(
