@@ -3,14 +3,21 @@
     rank 0 measures 50.1 GB/s --agreed--> 50.1      the first to come says it
     rank 1 measures 51.4 GB/s --agreed--> 50.1      the others take it over
 
-Uses `torch.distributed.distributed_c10d._get_default_store`, torch 2.11 to 2.15; it has no public name.
+The store of the default group has no public name (2.11 to 2.15).
 """
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import torch.distributed as dist
 
+from .symbols import needing
+
+SYMBOLS = {"budgets of several ranks": "torch.distributed.distributed_c10d._get_default_store"}
+PROTOCOLS: dict[str, dict[str, str]] = {"budgets of several ranks": {}}
+
+need = needing(SYMBOLS)
 _PREFIX = "aot_hooks: "
 
 
@@ -23,8 +30,8 @@ def agreed(name: str, value: str) -> str:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return value
+    store: Any = need("torch.distributed.distributed_c10d._get_default_store")()
     try:
-        store = torch.distributed.distributed_c10d._get_default_store()
         return bytes(store.compare_set(_PREFIX + name, "", value)).decode()
     except RuntimeError:  # a store that can't, such as torch's fake one, or whose host is gone
         return value
