@@ -310,4 +310,5 @@ def test_a_first_block_of_another_graph_is_planned_with_the_others(steps_alone, 
             assert_equal([p.grad for p in model.parameters()], expected)
     plans = aot_hooks.last_plans(model)
     assert [plan.in_step and plan.in_step.calls for plan in plans] == [1, 5]
-    assert taken <= max(plan.peak_bytes for plan in plans) <= peak
+    scalars = 64  # bytes of the loss, which is eager
+    assert taken - scalars <= max(plan.peak_bytes for plan in plans) <= peak and taken <= peak
