@@ -39,7 +39,7 @@ from ..identity.canonical import canonical
 from ..passes.plan import Plan
 from ..steps.memory import ALONE, Bytes, Moment
 from ..steps.moments import Instant, between, instants_of, latest, moments_of, shares, tight_peak
-from ..steps.parameters import freed_bytes, frees_inputs, gathered_bytes, gradient_bytes
+from ..steps.parameters import frees_inputs, gathered_bytes, gradient_bytes
 from ..steps.recorder import Call, Recorder, Step, Trace
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value, pytree
@@ -222,18 +222,13 @@ class Graph:
                 mode = self.mode = Mode.LEAST
             growth = 1 / self.share_of(sizes)
             nbytes, ms = Bytes.total(map(own_bytes, found)).times(growth), sum(plan.after_ms for plan in found)
-            version = Version(self, mode, nbytes, ms=ms, saves_outputs=_saves_outputs(found))
+            version = Version(self, mode, nbytes, ms=ms)
             self.group.compiled(plans)
             if mode is Mode.PLANNED:
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
                 if tight_plans:
                     version.tight = Version(
-                        self,
-                        mode,
-                        own_bytes(tight_plans[0]),
-                        is_tight=True,
-                        ms=tight_plans[0].after_ms,
-                        saves_outputs=_saves_outputs(tight_plans),
+                        self, mode, own_bytes(tight_plans[0]), is_tight=True, ms=tight_plans[0].after_ms
                     )
                     as_planned = self.least is not None and version.tight.nbytes.held <= self.least.held
                     version.tight_calls = plans[0].in_step.tight_calls if plans[0].in_step else 0
@@ -459,8 +454,7 @@ class Group:
             for graph in {version.graph for version in trace.calls}:
                 graph.frees_inputs = frees_inputs(step, graph)
             gathered += max(step.eager_bytes - gathered_first, 0)
-            freed = freed_bytes(step)
-            self.plan_or_accept(step, trace, lambda key: instants_of(trace, key, gradients, gathered, freed))
+            self.plan_or_accept(step, trace, lambda key: instants_of(trace, key, gradients, gathered))
 
     def plan_or_accept(self, step: Step, trace: Trace, instants: Callable[..., list[Instant]]) -> None:
         """Accept a `step` that fits, or that no plan can make smaller; else have its graphs compiled again.
@@ -515,7 +509,7 @@ class Group:
         """Whether the graphs have been planned for a step of these instants, with as many bytes of gradients."""
 
         def calls(instants: Sequence[Instant]) -> list[Any]:
-            return [(instant.phase, instant.runs, instant.holding, instant.freed_bytes) for instant in instants]
+            return [(instant.phase, instant.runs, instant.holding) for instant in instants]
 
         found = [calls(each) for each in self.traces if each[-1].gradient_bytes >= instants[-1].gradient_bytes]
         return self.planned_peak == self.peak_bytes and calls(instants) in found
@@ -558,10 +552,6 @@ class Group:
             f"are not compiled again: {why}. Give steps the same number of calls, or lower the peak by that much",
             BudgetWarning,
         )
-
-
-def _saves_outputs(plans: Iterable[Plan]) -> bool:
-    return any(d.saved.is_output for plan in plans for d in plan.decisions)
 
 
 def _with_gradient(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -28,7 +28,6 @@ class Instant:
         holding: how many other calls hold their saved tensors meanwhile, by graph.
         gradient_bytes: gradients of parameters that earlier backwards left.
         gathered_bytes: parameters that are gathered for a while, as with FSDP2.
-        freed_bytes: what the call has returned, in its backward, if nothing holds that any more.
     """
 
     phase: str
@@ -36,28 +35,21 @@ class Instant:
     holding: Mapping[Any, int]
     gradient_bytes: int = 0
     gathered_bytes: int = 0
-    freed_bytes: int = 0
 
     def nbytes(self, of: Callable[[Any], Bytes]) -> int:
         """The most that is alive, with the bytes that `of` returns for a call of a graph."""
         held = sum(count * of(graph).held for graph, count in self.holding.items())
-        own = int(getattr(of(self.runs), self.phase)) - self.freed_bytes
-        return own + held + self.gradient_bytes + self.gathered_bytes
+        return int(getattr(of(self.runs), self.phase)) + held + self.gradient_bytes + self.gathered_bytes
 
 
 def instants_of(
-    trace: Trace,
-    key: Callable[[Any], Any],
-    gradient_bytes: Sequence[int] = (),
-    gathered_bytes: int = 0,
-    freed_bytes: Sequence[int] = (),
+    trace: Trace, key: Callable[[Any], Any], gradient_bytes: Sequence[int] = (), gathered_bytes: int = 0
 ) -> list[Instant]:
     """The instants of a trace, with a `key` for what runs in a call.
 
     Args:
         gradient_bytes: those that earlier backwards left, at each event; (): none.
         gathered_bytes: of the parameters that are gathered.
-        freed_bytes: of what the call of each event has returned, and that is gone by then; (): none.
     """
     keys = [key(what) for what in trace.calls]
     instants: list[Instant] = []
@@ -75,8 +67,7 @@ def instants_of(
             release(dropped.pop()[0])
         release(event.call)
         gradients = gradient_bytes[i] if gradient_bytes else 0
-        freed = freed_bytes[i] if freed_bytes else 0
-        instants.append(Instant(event.phase.value, keys[event.call], +holding, gradients, gathered_bytes, freed))
+        instants.append(Instant(event.phase.value, keys[event.call], +holding, gradients, gathered_bytes))
         if event.phase is Phase.FORWARD:
             held.add(event.call)
             holding[keys[event.call]] += 1

@@ -34,20 +34,6 @@ def gradient_bytes(step: Step, *, made_before: bool) -> list[int]:
     return found
 
 
-def freed_bytes(step: Step) -> list[int]:
-    """At each event the bytes of what the call has returned, if that is gone by now.
-
-    These are events of backwards. Another call has read it and run backward, or it would not be gone at the end of the
-    step. What the call has saved itself is there still.
-    """
-    found = []
-    for event in step.events:
-        call = step.calls[event.call]
-        gone = event.phase is Phase.BACKWARD and not call.what.saves_outputs
-        found.append(sum(nbytes for memory, nbytes in call.returned.items() if memory.expired()) if gone else 0)
-    return found
-
-
 def gathered_bytes(step: Step) -> tuple[int, int]:
     """The bytes of parameters that have memory for a part of the step only, as with FSDP2: of the largest call, and of
     the first. With the buffer beside them.

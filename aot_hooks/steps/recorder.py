@@ -19,7 +19,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -99,7 +99,6 @@ class Call:
         accumulates: for each of these, whether it had a gradient by then.
         outputs: likewise, to tensors with a gradient that it returned.
         inputs: the memory of other tensors with a gradient that it reads.
-        returned: the memory of `outputs` that no input has, and its bytes.
         is_chained: a call of the same graph returned all these.
     """
 
@@ -111,7 +110,6 @@ class Call:
     accumulates: Sequence[bool] = ()
     inputs: Sequence[StorageWeakRef] = ()
     outputs: Sequence[weakref.ref[torch.Tensor]] = ()
-    returned: Mapping[StorageWeakRef, int] = field(default_factory=dict)
     is_chained: bool = False
 
 
@@ -218,9 +216,6 @@ class Recorder:
                 call.accumulates = [x.grad is not None for x in leaves]
                 call.inputs = [StorageWeakRef(x.untyped_storage()) for x in made]
                 call.outputs = [*map(weakref.ref, outputs)]
-                read = {StorageWeakRef(x.untyped_storage()) for x in (*leaves, *made)}
-                memory = {StorageWeakRef(x.untyped_storage()): x.untyped_storage().nbytes() for x in outputs}
-                call.returned = {ref: nbytes for ref, nbytes in memory.items() if ref not in read}
                 same = (other for other in step.calls if self.kind_of(other.what) == self.kind_of(what))
                 known = {id(x) for other in same for ref in other.outputs if (x := ref()) is not None}
                 call.is_chained = known.issuperset(map(id, made))

@@ -547,10 +547,9 @@ def test_a_report_of_several_graphs_has_the_peaks_of_the_step(x):
     """Live bytes of a plan count the other graphs as planned, also those without hooks."""
     model = model_of(Block, Other, Block)
     stock = peak_of(model, x, 1.0)
-    compile_blocks(model, budget(int(0.85 * stock), max_error=0))
+    compile_blocks(model, budget(int(0.8 * stock), max_error=0))
     for _ in range(4):
         train(model, x)
-    stock -= x.nbytes  # what the last block returns is gone in its backward
     plans = aot_hooks.last_plans(model)
     assert len(plans) == 2 and len({plan.peak_bytes for plan in plans}) == 2
     peak = max(plan.peak_bytes for plan in plans)

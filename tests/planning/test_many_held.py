@@ -9,13 +9,10 @@ import many_blocks
 import pytest
 import torch
 from many_blocks import ROWS, WIDTH, Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
-from profiled import most_allocated
 from small_budgets import budget
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import aot_hooks
-from aot_hooks import KEEP
 from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
 from aot_hooks.planning import many
 from aot_hooks.steps import recorder
@@ -95,37 +92,6 @@ def test_an_evaluation_that_is_kept_with_its_graph_is_left_out_of_steps(x, compi
     kept.pop().sum().backward()
     assert mark_count() == 12
     assert_equal(train(model, x), expected)
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_what_a_block_returns_counts_in_its_backward_if_the_program_keeps_it(x, keeps, tmp_path):
-    """A budget of exactly what the step takes keeps all that is saved, or the hidden states would be too much."""
-    model = model_of(*[Block] * 4)
-
-    def loss(states):
-        y = x
-        for block in model:
-            y = block(y)
-            states += [y] * keeps
-        return y.sum()
-
-    def step():
-        states = []
-        loss(states).backward()
-
-    def most() -> int:
-        train(model, x, step)
-        model.zero_grad(set_to_none=True)
-        return most_allocated(step, tmp_path)
-
-    compile_blocks(model, KEEP)
-    peak, expected = most(), train(model, x, step)
-    torch._dynamo.reset()
-    compile_blocks(model, budget(peak, max_error=0))
-    for _ in range(4):
-        assert_equal(train(model, x, step), expected)
-    assert most() == peak
-    assert all(decision.hook is KEEP for plan in aot_hooks.last_plans(model) for decision in plan.decisions)
 
 
 def test_an_evaluation_of_other_sizes_is_left_out_later(x, compiled_kinds, monkeypatch):
