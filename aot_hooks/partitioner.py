@@ -48,7 +48,6 @@ from .passes.tile import Tiled, tiled
 from .passes.units import Tracer, tracer
 from .planning.assignment import Assignment
 from .planning.chunks import CHUNK, TILE, with_chunks
-from .planning.in_step import bytes_of
 from .planning.kernels import split_and_hold
 from .planning.options import Graphs, Joint
 from .planning.planner import Planner, is_budget
@@ -291,12 +290,6 @@ class _Partitioning:
         """The graphs of the best plan within the budget, in chunks and tiles if that is better."""
         setting: Any = self.hooks.setting
         with without_collections():
-            if setting.rule.least_from is not None:
-                held = bytes_of(self.form_without_hooks(self.joint)).held
-                rule = setting.rule.for_one_that_saves(held)
-                hooks = dataclasses.replace(self.hooks, setting=Setting(rule, setting.scope))
-                asked = dataclasses.replace(self.asked, hooks=hooks)
-                return dataclasses.replace(self, asked=asked).within_budget()
             chosen = [name for name in (CHUNK, TILE) if getattr(self.asked.options, name)]
             ways = self.within, self.form_without_hooks, self.ms_of_nodes
             fw, bw, plan = with_chunks(setting.rule, self.joint, *ways, chosen, self.shared.forms)

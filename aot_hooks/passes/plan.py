@@ -116,7 +116,6 @@ class Plan:
         before_ms, after_ms: predicted time of the step without and with the hooks; 0.0 without a prediction.
         own_peak_bytes: the most of `live_after`, where a compilation without a budget has left that out.
         in_step: what is alive beside the graph in a step of many calls; None if it was planned as the whole step.
-        is_least: of a budget's plan: it holds the least, because the graph is one of many calls.
         recipe: of a budget's plan: what it chose, so that it is made again without a search, see planning/recipe.py.
         chunked: for each last layer, how it is computed in chunks of tokens, or why not; see passes/chunk.py.
         tiled: for each part of a layer that treats tokens alike, how it is computed in tiles, or why not; see
@@ -131,7 +130,6 @@ class Plan:
     after_ms: float = field(default=0.0, compare=False, repr=False)
     own_peak_bytes: int = field(default=0, compare=False, repr=False)
     in_step: InStep | None = field(default=None, compare=False, repr=False)
-    is_least: bool = field(default=False, compare=False, repr=False)
     recipe: Any = field(default=None, compare=False, repr=False)
     chunked: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     tiled: tuple[Any, ...] = field(default=(), compare=False, repr=False)

@@ -58,8 +58,6 @@ class Assignment(Budget):
         apart: how many calls may hold less than others, which is taken if it is faster.
         wholes: the steps around the graph's calls, in which ways that a user can type are tried, see candidates.py.
         least: the graph shall hold the least that it can: other calls hold saved tensors, nobody knows yet how many.
-        least_from: bytes: a graph that saves as many without hooks, but less than half of the peak, is planned as with
-            `least`. It looks like one of many calls. None: no graph is.
         lenient: if nothing stays under the peak, the least is taken, with a warning: a step was planned before, or has
             gathered parameters, whose bytes are an estimate.
         recipe: the plan to make again, in place of a search; None: search for one.
@@ -74,7 +72,6 @@ class Assignment(Budget):
     apart: TightCalls | None = None
     wholes: tuple[Whole, ...] = ()
     least: bool = False
-    least_from: int | None = None
     lenient: bool = False
     recipe: Recipe | None = None
     around: Callable[[Hook], Hook] | None = None
@@ -85,11 +82,6 @@ class Assignment(Budget):
         if isinstance(budget, Assignment):
             return replace(budget, **named)
         return Assignment(budget.peak, budget.max_slowdown, budget.allow, budget.max_error, budget.total, **named)
-
-    def for_one_that_saves(self, nbytes: int) -> Assignment:
-        """The assignment of a graph that saves `nbytes` without hooks, see `least_from`."""
-        is_one_of_many = self.least_from is not None and self.least_from < nbytes < (self.peak_bytes or 0) // 2
-        return replace(self, least=self.least or is_one_of_many, least_from=None)
 
     @property
     def asked(self) -> Budget:

@@ -8,12 +8,10 @@
 
 A graph that is compiled first takes the budget as its own, which is right if it is the whole step. Once calls hold a
 quarter of the budget, functions are compiled again for the least that they can hold: nobody knows how many calls
-follow. A graph that reads what the program computed before it, as a block does behind an embedding, is compiled for
-that at once, if two of its calls would hold a quarter and one less than half. When all backwards of the step have run,
-its trace is known. If a plan is needed, graphs whose least is not known are compiled for that first. The share of a
-graph is then least + s * (stock - least), with the largest s for which all graphs fit together. A graph that is planned
-later may use what earlier graphs left of their shares. Each call chooses its version when it runs, by what other calls
-hold then.
+follow. When all backwards of the step have run, its trace is known. If a plan is needed, graphs whose least is not
+known are compiled for that first. The share of a graph is then least + s * (stock - least), with the largest s for
+which all graphs fit together. A graph that is planned later may use what earlier graphs left of their shares. Each
+call chooses its version when it runs, by what other calls hold then.
 
 A step is what one thread runs between two points at which nothing is saved. Bytes are predicted, on all devices. Calls
 that hold something while their graphs run forward and backward again are left out: the output of an evaluation is kept.
@@ -85,7 +83,6 @@ class Graph:
         grown: how many graphs for smaller sizes were before it.
         frees_inputs: nothing else holds what passes from one of its calls to the next, see steps/parameters.py.
         digest: of its content, by which its group knows it.
-        follows_others: what runs before it in the step has made an input that needs a gradient.
         program: the digest of what its plans depend on, see stored.py; "" if nobody asked for it.
         recipe, tight_recipe: loaded plans of its versions, to be made in place of a search.
         codes: weak references to the code of its functions.
@@ -108,7 +105,6 @@ class Graph:
     grown: int = 0
     frees_inputs: bool = False
     digest: str = ""
-    follows_others: bool = False
     program: str = ""
     recipe: Recipe | None = None
     tight_recipe: Recipe | None = None
@@ -146,10 +142,6 @@ class Graph:
                     apart=self._apart() if part == 1 else None,
                     wholes=self._wholes() if part == 1 else (),
                 )
-            if self.follows_others and not self.compiled_count and not aot.cuts_for_ddp():
-                # the second call would be over `_SMALL`, and the graph compiled again for the least
-                room = int(_SMALL * self.group.peak_bytes) - held_bytes(step)
-                return replace(given, least_from=room if step.holding else room // 2)
             return given
 
     def _moments(self, tight: int = 0, of: Callable[[Any], Bytes] = lambda graph: graph.share) -> tuple[Moment, ...]:
@@ -218,8 +210,6 @@ class Graph:
                 self.codes.append(weakref.ref(code))
             # another thread may have changed the mode
             mode = Mode.PLANNED if found[0].in_step is not None else self.mode
-            if found[0].is_least:
-                mode = self.mode = Mode.LEAST
             growth = 1 / self.share_of(sizes)
             nbytes, ms = Bytes.total(map(own_bytes, found)).times(growth), sum(plan.after_ms for plan in found)
             version = Version(self, mode, nbytes, ms=ms)
@@ -598,7 +588,6 @@ def graph_of(
             graph = Graph(group, sizes={k: int(headroom * n) for k, n in sizes.items()}, grown=grown)
             group.graphs[digest] = graph
         graph.digest, graph.program = digest, program
-        graph.follows_others = any(x.requires_grad and not x.is_leaf for x in inputs if isinstance(x, torch.Tensor))
         return graph
 
 

@@ -159,7 +159,6 @@ class Planner:
         if self.program is None or not plans:
             return
         mode = Mode.ALONE if self._graph is None else Mode.PLANNED if plans[0].in_step else self._graph.mode
-        mode = Mode.LEAST if plans[0].is_least else mode
         stored.note(self.program, plans, self.tight_plans, self._graph, mode)
         if self._why_not_loaded:
             stored.warn_once(self.program, self._why_not_loaded)
@@ -177,8 +176,7 @@ class Planner:
     def wrap(self, run: _Compiled, plans: Sequence[Plan]) -> _Compiled:
         """`run` with what a budget does at run time."""
         rule = None if self._setting is None or not plans else self._setting.rule
-        if isinstance(rule, Assignment) and not plans[0].is_least:
-            # compares the peaks of the first steps with the budget
+        if isinstance(rule, Assignment):  # compares the peaks of the first steps with the budget
             group = None if self._graph is None else self._graph.group
             run = measured.checked(run, rule, plans, self.wrapper, lambda: None if group is None else group.step)
         if self._version is not None:  # plans for all calls of a step together, and for larger sizes anew

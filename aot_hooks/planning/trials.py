@@ -112,8 +112,7 @@ class Trials:
                 hold_kernels(gm, points, best.peak - bytes_of(best.plan.live_after).beside(self.moments, phase))
         if self.budget.around is not None:
             best = self._around(self.budget.around, best)
-        least = self.budget.least
-        plan = replace(best.plan, is_least=True) if least else in_step(best.plan, self.moments)
+        plan = best.plan if self.budget.least else in_step(best.plan, self.moments)
         if self.stock.fused:
             return Planned(best.graphs.fw, best.graphs.bw, plan)
         return Planned(aot.copied(best.graphs.fw, lazily=False), aot.copied(best.graphs.bw, lazily=False), plan)

@@ -78,48 +78,6 @@ def test_the_third_step_of_equal_blocks_stays_under_the_budget(x, compiled, shar
     assert abs(plan.peak_bytes - measured(blocks, x, tmp_path)) <= 0.06 * plan.peak_bytes
 
 
-def behind_a_product(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients of a step whose first compiled call reads what the program has computed, as behind an embedding."""
-    return train(model, x, lambda: loss_of(model, 1.5 * x).backward())
-
-
-@pytest.mark.core
-def test_blocks_behind_an_embedding_are_compiled_for_the_least_at_once(x, compiled_kinds, tmp_path):
-    model = model_of(*[Block] * 6)
-    expected, peak = gradients(model, 1.5 * x), peak_of(model, x, 0.45)
-    compile_blocks(model, budget(peak, max_error=0))
-    for _ in range(3):
-        assert_equal(behind_a_product(model, x), expected)
-    assert measured(model, x, tmp_path) <= peak
-    assert compiled_kinds == ["least", "planned"]
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(), Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
-
-
-@pytest.mark.parametrize(
-    ("share", "kinds"), [(8, ["alone"]), (3, ["least", "alone"]), (1.1, ["alone"]), (0.97, ["alone"])]
-)
-def test_a_graph_behind_an_embedding_that_is_the_whole_step_ends_as_such(x, share, kinds, compiled_kinds):
-    """Far below the budget many calls would fit. Above half of it two would not: it is taken for the whole step."""
-    torch.manual_seed(0)
-    model = Pair()
-    expected, peak = gradients(model, 1.5 * x), peak_of(model, x, share)
-    model.compile(backend="aot_hooks", options={**ATEN, "policy": budget(peak, max_error=0)})
-    for _ in range(3):
-        assert_equal(behind_a_product(model, x), expected)
-    assert compiled_kinds == kinds
-    (plan,) = aot_hooks.last_plans(model)
-    assert plan.peak_bytes <= peak
-    assert not plan.is_least
-
-
 def test_a_plan_for_each_block_alone_is_far_over_the_budget(x, tmp_path, monkeypatch):
     model = model_of(*[Block] * 6)
     peak = peak_of(model, x, 0.6)
