@@ -154,13 +154,15 @@ def region_output(node: Node) -> Node | None:
 
 
 def once_for_each_target(answer: Callable[[Any], _T]) -> Callable[[Any], _T]:
-    """`answer`, a function of what a node calls, with its answers kept; operators are few.
+    """`answer`, a function of what a node calls, with its answers for operators kept; these are few.
 
     `functools.cache` hashes an operator, for which torch runs Python code: 3% of the time of planning.
     """
     known: dict[int, tuple[Any, _T]] = {}  # with the target, so that its id stays its own
 
     def look_up(target: Any) -> _T:
+        if not torch_values.is_operator(target):
+            return answer(target)
         found = known.get(id(target))
         if found is None:
             found = known[id(target)] = target, answer(target)
@@ -176,7 +178,7 @@ def target_name(node: Node) -> str:
 
 def name_of(target: Any) -> str:
     """`str(target)`. Torch takes 9 us to make the name of an operator; a look-up takes 0.2 us."""
-    return target if type(target) is str else _name_of(target)
+    return _name_of(target)
 
 
 _name_of = once_for_each_target(str)

@@ -180,5 +180,5 @@ def _alone_ms(target: Any, spec: Any, typed_leaves: tuple[tuple[type, Any], ...]
             log.info("%s was not measured: %s", target, error)
             return None
     own = f"{ms * whole[0] * whole[1] / (samples * heads):.1e}" if ms >= _LEAST_MS else ""
-    found = ranks.agreed(f"ms of {target} of {leaves} on {torch.cuda.get_device_name(index)}", own)
+    found = ranks.agreed(f"ms of {target} of {leaves} as {spec} on {torch.cuda.get_device_name(index)}", own)
     return float(found) if found else None

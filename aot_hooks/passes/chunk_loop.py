@@ -166,7 +166,7 @@ def write_chunks(
         waits_for: a tensor that the loop must not start before.
         waits_for_inputs: a chunk waits for the one before it wherever it reads an input, not in products alone.
         scale: a number that multiplies the outputs `scaled`, and the nodes by which the region reads it. The loop is
-            draft as if it were 1.
+            written as if it were 1.
     """
     stand_ins = {} if scale is None else _with_one(loop, *scale)
     draft = _LoopDraft(loop, scaled if scale is not None else (), stand_ins, waits_for_inputs)
@@ -505,7 +505,7 @@ def _place_in_order(graph: Graph) -> None:
     """Move each node behind its inputs: those at the end of the graph to their first readers, sums' to their inputs.
 
     Only the output reads a weight's gradient. At the end of the graph its sum in float32 would wait for it there.
-    What is draft to inputs comes last, so that nodes at the end of the graph read what was there before.
+    What is written to inputs comes last, so that nodes at the end of the graph read what was there before.
     Raises `LeftWhole` if a node needs its own result.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):

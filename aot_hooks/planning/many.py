@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import threading
 import types
 import weakref
@@ -58,6 +59,7 @@ _MOST_BUSY, _WARNS_AGAIN = 8, 1.25  # steps in a row before a warning of busy th
 _FORWARD_SHARE = 1 / 3  # of the time of a call: a backward has twice the products of its forward
 _HEADROOM = 1.25  # of sizes that have grown more than once: they may grow slowly
 _NOT_KNOWN = Bytes(0, 0, 0)
+_DEVICE_NUMBER = re.compile(r"cuda(:|', index=)\d+")  # "cuda:1", or as `repr` of a device has it
 Products = Mapping[Any, int]  # of symbolic sizes, see sizes.py
 
 _lock = threading.RLock()
@@ -82,7 +84,7 @@ class Graph:
         sizes: the products of symbolic sizes that its bytes are for. A call of larger ones gets a graph of its own.
         grown: how many graphs for smaller sizes were before it.
         frees_inputs: nothing else holds what passes from one of its calls to the next, see steps/parameters.py.
-        digest: of its content, by which its group knows it.
+        digest: of its content, but for the number of its device: the same on all ranks of a host.
         program: the digest of what its plans depend on, see stored.py; "" if nobody asked for it.
         recipe, tight_recipe: loaded plans of its versions, to be made in place of a search.
         codes: weak references to the code of its functions.
@@ -544,6 +546,10 @@ class Group:
         )
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _with_gradient(values: Iterable[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
 
@@ -576,7 +582,7 @@ def graph_of(
     ]
     training = [x.requires_grad for x in inputs if isinstance(x, torch.Tensor)]
     content = (canonical(gm), inputs_like, training, torch.is_grad_enabled())
-    digest = hashlib.sha256(repr(content).encode()).hexdigest()
+    digest = _digest(repr(content))
     with _lock:
         group.on_cuda |= any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
         restored = None if digest in group.graphs else group.restored.get(program)
@@ -587,7 +593,7 @@ def graph_of(
             headroom, grown = _HEADROOM if graph.grown else 1, graph.grown + 1
             graph = Graph(group, sizes={k: int(headroom * n) for k, n in sizes.items()}, grown=grown)
             group.graphs[digest] = graph
-        graph.digest, graph.program = digest, program
+        graph.digest, graph.program = _digest(_DEVICE_NUMBER.sub("cuda", repr(content))), program
         return graph
 
 

@@ -191,7 +191,8 @@ def plan_step(
         return plan
     larger = best_of([each for each in chosen if each[1].nbytes >= sizes[small]])
     if rooms:
-        return larger if (larger.excess_bytes or 0.0) <= max(0.0, plan.excess_bytes or 0.0) else plan
+        excess = larger.excess_bytes or 0.0
+        return larger if math.isfinite(excess) and excess <= max(0.0, plan.excess_bytes or 0.0) else plan
     holds_more = any(a > b + small_bytes for a, b in zip(larger.held_bytes, plan.held_bytes, strict=True))
     return plan if holds_more else larger
 

@@ -32,6 +32,7 @@ def agreed(name: str, value: str) -> str:
         return value
     store: Any = need("torch.distributed.distributed_c10d._get_default_store")()
     try:
-        return bytes(store.compare_set(_PREFIX + name, "", value)).decode()
+        # an empty value would count as none
+        return bytes(store.compare_set(_PREFIX + name, "", f"={value}")).decode().removeprefix("=")
     except RuntimeError:  # a store that can't, such as torch's fake one, or whose host is gone
         return value

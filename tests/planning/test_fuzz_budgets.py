@@ -34,7 +34,6 @@ def fuzz(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         (8, "lossless, again"),  # blocks that are compiled one by one
         (5000, "lossless, again"),  # a first block without a gradient of its input, which holds little
         (5033, "lossless, again"),  # a way that is faster by half a percent
-        (5002, ""),  # what blocks return, which is gone in their backwards
         (16, "checkpoint"),  # a block that is called twice
         (5090, "lossless"),  # a sum that torch's partition computes again from its terms
         (5043, "checkpoint"),  # the head takes most while the last block's output waits

@@ -312,3 +312,24 @@ def test_a_first_block_of_another_graph_is_planned_with_the_others(steps_alone, 
     assert [plan.in_step and plan.in_step.calls for plan in plans] == [1, 5]
     scalars = 64  # bytes of the loss, which is eager
     assert taken - scalars <= max(plan.peak_bytes for plan in plans) <= peak and taken <= peak
+
+
+def test_calls_of_a_step_that_fits_are_not_measured_for_ever(x, monkeypatch):
+    """Each call would read the counters in each step, although the step has a check of its own."""
+    read = []
+
+    class Counted(Exceeded):
+        def allocated(self):
+            read.append(step)
+            return 1000
+
+        def most(self):
+            return 2000
+
+    monkeypatch.setattr(measuring, "Counters", Counted())
+    monkeypatch.setattr(measuring, "_cuda_device", lambda plans: torch.device("cpu"))
+    model = model_of(*[Block] * 3)
+    compile_blocks(model, budget(peak_of(model, x, 4), max_error=0))
+    for step in range(6):  # noqa: B007
+        train(model, x)
+    assert read and max(read) < 4

@@ -10,8 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import group_of_one
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import aot_hooks
 from aot_hooks.graphs import speeds
+from aot_hooks.planning import many
+from aot_hooks.planning.assignment import Assignment
 from aot_hooks.planning.measured import StepTime
 from aot_hooks.torch_private.ranks import agreed
 
@@ -28,7 +32,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_the_first_rank_says_it(two_ranks: None) -> None:
     assert [agreed("a", "1"), agreed("a", "2"), agreed("b", "3"), agreed("b", ""), agreed("a", "1")] == [*"11331"]
-    assert [agreed("c", ""), agreed("c", "")] == ["", ""]
+    assert [agreed("c", ""), agreed("c", "1"), agreed("c", "")] == ["", "", ""]
 
 
 def test_a_process_alone_keeps_its_own() -> None:
@@ -60,6 +64,25 @@ def test_attention_takes_as_long_on_all_ranks(two_ranks: None, monkeypatch: pyte
     assert [ms(2e-3, 2, 4, 64, 8), ms(3e-3, 2, 4, 64, 8), ms(3e-3, 4, 4, 64, 8)] == [2.0, 2.0, 3.0]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another GPU")
     assert ms(4e-3, 2, 4, 64, 8) == 4.0
+
+
+def test_a_graph_is_one_program_on_the_devices_of_a_host() -> None:
+    """Each rank has a GPU of its own, and their graphs differ in its number alone."""
+
+    def digest(device: str, operator: Any = torch.sin) -> str:
+        with FakeTensorMode():
+            x = torch.empty(4, 4, device=device)
+        graph = torch.fx.Graph()
+        node = graph.placeholder("x")
+        node.meta["example_value"] = x
+        graph.output(graph.call_function(operator, (node,)))
+        gm = torch.fx.GraphModule({}, graph)
+        found = many.graph_of(Assignment.of(aot_hooks.budget("1GiB")), gm, [x], {})
+        assert found is not None
+        return found.digest
+
+    assert digest("cuda:0") == digest("cuda:1") != digest("cpu")
+    assert digest("cuda:0") != digest("cuda:1", torch.cos)
 
 
 class Clock:
