@@ -37,6 +37,7 @@ from .step import ALONE
 
 log = logging.getLogger("aot_hooks")
 _MIB = 1 << 20
+_IN_FORWARD = "in the compiled forward"
 _AFTER = "after the compiled forward: in the loss, or in the backward"
 _TRIES = 3  # calls that are measured alone
 _UNPLANNED = 8  # Steps until copies that are decided at run time follow a plan. Up to then all is sent.
@@ -212,8 +213,7 @@ def checked(
             check.done = True  # the step has a check of its own
             return
         most = check.counter.most()
-        phase = "in the compiled forward" if most == in_forward else _AFTER
-        where = f"the compiled graph alone; the most was alive {phase}"
+        where = "the compiled graph alone; the most was alive " + (_IN_FORWARD if most == in_forward else _AFTER)
         if (over := check.ended(before, predicted, where)) == 0:
             return
         if wrapper is None or code is None or not dynamo.compile_anew(code):
