@@ -179,9 +179,9 @@ def known_count(seed: Node) -> int:
 def steps_around(
     nodes: Collection[Node], seed: Node, is_large: Callable[[Node], bool], *, sliced: bool = False
 ) -> dict[Node, TokenStep]:
-    """The steps of the region that begins at `seed`: large values, what lies between them, and what reads them.
+    """Returns the steps of the region that begins at `seed`, in the order of `nodes`.
 
-    They are in the order of `nodes`.
+    A step computes a large value, or a value between two large ones, or reads a large value.
 
     `sliced`: slices that leave tokens out are followed, too. Raises `LeftWhole`.
     """

@@ -179,7 +179,7 @@ def plan_step(
         return replace(plan, excess_bytes=excess_bytes, allowed_ms=allowed_ms, to_host=to_host * LINK)
 
     def best_of(several: Sequence[tuple[int, Item]]) -> StepPlan:
-        """The plan that sends of `several` alone what has to go, or what compute hides."""
+        """Returns the best plan that sends none but `several`: the fewest for a budget, else all that compute hides."""
         plan = plan_of(several)
         return _with_fewest(plan, len(several), lambda count: plan_of(several[:count])) if rooms else plan
 
