@@ -158,7 +158,7 @@ def kernels_of(call: Callable[[], Any]) -> tuple[int, float]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    found = [e for e in profile.events() if e.device_type is torch.autograd.DeviceType.CUDA]
+    found = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     return len(found), sum(e.device_time for e in found)
 
 
