@@ -15,8 +15,8 @@ from types import MappingProxyType
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.lifetimes import is_packed_alone, random_masks
-from ..graphs.nodes import input_storages, storage_of
+from ..graphs.lifetimes import fuses, is_packed_alone, random_masks
+from ..graphs.nodes import input_storages, producer, storage_of
 from ..graphs.saved import Boundary, SavedTensor, SavedValue, boundary, crossing_pairs
 from ..hook import KEEP
 from ..library.lossless import Lossless
@@ -48,6 +48,7 @@ class RewriteOptions:
     Attributes:
         for_inductor: decompose the traced hooks with Inductor's table, and form them for its kernels.
         trace: the `tracer` of a budget, which plans positions and bytes; None: a new one, without a budget.
+        packs_early: without a budget, pack a value in a kernel of its own where memory is tight (`choose_positions`).
         at_run_time: calls of the graphs decide what `offload(across_graphs=True)` sends.
         unpacked: saved tensors that stay as they are.
         as_if_lossy: save the values that a lossy hook would get, whatever the settings are.
@@ -55,6 +56,7 @@ class RewriteOptions:
 
     for_inductor: bool
     trace: Tracer | None = None
+    packs_early: bool = True
     at_run_time: bool = False
     unpacked: Unpacked = NOTHING
     as_if_lossy: bool = False
@@ -96,7 +98,7 @@ def rewrite(
     transfers: tuple[Transfer, ...] = ()
     if units:
         if options.for_inductor:
-            units = choose_positions(units, fw, planned=options.trace is not None)
+            units = choose_positions(units, fw, early=options.packs_early and options.trace is None)
         norms = norms_of_rounded(bw, cross, units)
         units = inline(fw, bw, cross, units)
         restore_norm_inputs(bw, norms)
@@ -150,6 +152,10 @@ def _form_for_inductor(fw: GraphModule, bw: GraphModule, units: Sequence[Unit]) 
             inductor.replace_random(gm)
     for mask in filter(is_packed_alone, random_masks(fw.graph.nodes)):
         mask.meta[WRITTEN] = True
+    leaves = (leaf for unit in units for packing in unit.packings for leaf in packing.leaves)
+    for sent in (producer(leaf.args[1]) for leaf in leaves if leaf.target is offload_wait):
+        if fuses(sent):  # Inductor would choose its strides, and the copy to the host needs the traced ones
+            sent.meta[WRITTEN] = True
 
 
 def _place_transfers(
