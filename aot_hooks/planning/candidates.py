@@ -53,6 +53,7 @@ from .step import COMPUTED, KEPT, RECOMPUTE, Moment, Option, Step
 
 # what is computed again
 NOTHING, POINTWISE, BLOCKS, WHOLE_BLOCKS = "", "recompute_pointwise", "blocks computed again", "whole blocks"
+WHOLE_GRAPH = "the whole graph computed again"  # of a block that is compiled by itself, whatever modules it has
 
 GAIN = 0.002
 """The share of the time by which a way must be able to beat what was found, to be tried.
@@ -79,7 +80,7 @@ class Way:
     """A way that a user can type.
 
     Attributes:
-        again: what is computed again: `NOTHING`, `POINTWISE`, `BLOCKS` or `WHOLE_BLOCKS`.
+        again: what is computed again: `NOTHING`, `POINTWISE`, `BLOCKS`, `WHOLE_BLOCKS` or `WHOLE_GRAPH`.
         form: the hook, or `lossless()`, for the form in which tensors are saved; None: as they are.
         sends: whether they wait on the host.
     """
@@ -145,11 +146,12 @@ def computed_again(
     None if there is nothing like that, or if products alone take `most_ms`: a split takes as long as a compilation's.
     `one_block`: the graph is a block.
     """
-    if again not in (BLOCKS, WHOLE_BLOCKS):
+    if again not in (BLOCKS, WHOLE_BLOCKS, WHOLE_GRAPH):
         with aot.recomputing_pointwise(again == POINTWISE):
             return joint.graphs()
-    blocks = _blocks(stock, one_block=one_block, statistics=again == WHOLE_BLOCKS)
-    found = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), blocks, last=again == WHOLE_BLOCKS)
+    whole = again != BLOCKS
+    blocks = _blocks(stock, one_block=one_block or again == WHOLE_GRAPH, statistics=whole)
+    found = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), blocks, last=whole)
     if found is None:
         return None
     names, gone, reads = found
