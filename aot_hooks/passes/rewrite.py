@@ -152,10 +152,12 @@ def _form_for_inductor(fw: GraphModule, bw: GraphModule, units: Sequence[Unit]) 
             inductor.replace_random(gm)
     for mask in filter(is_packed_alone, random_masks(fw.graph.nodes)):
         mask.meta[WRITTEN] = True
-    leaves = (leaf for unit in units for packing in unit.packings for leaf in packing.leaves)
-    for sent in (producer(leaf.args[1]) for leaf in leaves if leaf.target is offload_wait):
-        if fuses(sent):  # Inductor would choose its strides, and the copy to the host needs the traced ones
-            sent.meta[WRITTEN] = True
+    for leaf in (leaf for unit in units for packing in unit.packings for leaf in packing.leaves):
+        if leaf.target is offload_wait:
+            _, value = leaf.all_input_nodes
+            made = producer(value)
+            if fuses(made):  # Inductor would choose its strides, and the copy to the host needs the traced ones
+                made.meta[WRITTEN] = True
 
 
 def _place_transfers(
