@@ -30,7 +30,7 @@ from ..graphs.saved import crossing_pairs
 from ..graphs.speeds import Rates, measured_rates
 from ..steps.plan import Terms
 from ..steps.schedule import DECIDED_LATER, Item, Limits, Placement, Schedule, Transfer, schedule
-from ..torch_private.inductor_fusion import ALONE, FROM_HOOK
+from ..torch_private.inductor_fusion import ALONE, FROM_HOOK, WRITTEN
 from .at_run_time import layouts_of, offload_together, reload_together
 from .hook import OffloadSettings
 from .transfers import COPIES, offload_start, offload_wait, reload_start, reload_wait
@@ -160,6 +160,9 @@ def place(
                 metas = [dict(node.meta) for node in (crossing.start, crossing.reload, crossing.back)]
                 made = forward.nodes[item.made] if item.made >= 0 else crossing.source
                 crossing.slot.meta[_CANDIDATE] = crossing.leaf.settings, crossing.start.args[1], device, made, metas
+            sent = placement.offloaded or placement.reason == DECIDED_LATER
+            if sent and fused and fuses(crossing.source):  # Inductor would choose strides, and each call copy it
+                crossing.source.meta[WRITTEN] = True
             if not placement.offloaded:
                 _keep_on_device(crossing)
                 on_device[crossing.wait] = crossing.value, placement.reason

@@ -15,8 +15,8 @@ from types import MappingProxyType
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.lifetimes import fuses, is_packed_alone, random_masks
-from ..graphs.nodes import input_storages, producer, storage_of
+from ..graphs.lifetimes import is_packed_alone, random_masks
+from ..graphs.nodes import input_storages, storage_of
 from ..graphs.saved import Boundary, SavedTensor, SavedValue, boundary, crossing_pairs
 from ..hook import KEEP
 from ..library.lossless import Lossless
@@ -152,12 +152,6 @@ def _form_for_inductor(fw: GraphModule, bw: GraphModule, units: Sequence[Unit]) 
             inductor.replace_random(gm)
     for mask in filter(is_packed_alone, random_masks(fw.graph.nodes)):
         mask.meta[WRITTEN] = True
-    for leaf in (leaf for unit in units for packing in unit.packings for leaf in packing.leaves):
-        if leaf.target is offload_wait:
-            _, value = leaf.all_input_nodes
-            made = producer(value)
-            if fuses(made):  # Inductor would choose its strides, and the copy to the host needs the traced ones
-                made.meta[WRITTEN] = True
 
 
 def _place_transfers(
