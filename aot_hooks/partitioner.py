@@ -237,12 +237,20 @@ class _Partitioning:
         wanted = self.hooks.allows_recast
         return recast(fw, bw, parameters=alive, is_wanted=wanted, fused=self.fused, **self.outputs)
 
-    def rewritten(self, fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Tracer | None = None) -> Plan:
+    def rewritten(
+        self,
+        fw: GraphModule,
+        bw: GraphModule,
+        setting: Setting | None,
+        trace: Tracer | None = None,
+        packs_early: bool = True,
+    ) -> Plan:
         """Puts hooks into two graphs, in place, and notes whether the backward may still reuse what is saved."""
         asked = self.asked
         options = RewriteOptions(
             for_inductor=self.fused,
             trace=trace,
+            packs_early=packs_early,
             at_run_time=asked.at_run_time,
             unpacked=asked.unpacked if trace is None else NOTHING,  # a budget has heeded it
             as_if_lossy=asked.as_if_lossy,

@@ -402,12 +402,26 @@ def _whole_steps() -> list[Goal]:
         (f"{fsdp} half of stock's peak: {STEP}", of_row("budget", "ms", "stock"), 1.01),
         (f"{fsdp} a quarter of stock's peak: {STEP}", of_row("tight budget", "ms", "stock"), 1.02),
     )
+    experts = "eight blocks of experts, budget of checkpointing's peak"
+    found += goals(
+        "moe_step.h200",
+        (f"{experts}: {STEP}", of_row("budget as checkpointing", "ms", "stock"), 1.05),
+        (f"{experts}: peak over it", of_row("budget as checkpointing", "peak_gib", "checkpointing"), 1.0),
+    )
     loss = "a last layer with its loss, in chunks"
     in_time = of_rows(lambda rows: rows["chunk True"]["ms"] / rows["compiled"]["ms"], by="way")
     found += goals(
         "loss.h200",
         (f"{loss}: GiB over inputs and results", of_way("chunk True", "peak_over_results_bytes", 2**30), 1.0),
         (f"{loss}: time over that of whole logits", in_time, 1.05),
+    )
+    found += goals(
+        "world.h200",
+        (
+            "a world model's step in one graph: over its kernels' time",
+            lambda r: r["rows"][0]["ratio_to_kernels"]["whole"],
+            1.2,
+        ),
     )
     whole = "a whole step of FSDP2 in one graph, two GPUs"
     found += goals(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from ..graphs.saved import crossing_pairs
 from ..graphs.speeds import Rates, measured_rates
 from ..steps.plan import Terms
 from ..steps.schedule import DECIDED_LATER, Item, Limits, Placement, Schedule, Transfer, schedule
-from ..torch_private.inductor_fusion import ALONE, FROM_HOOK
+from ..torch_private.inductor_fusion import ALONE, FROM_HOOK, WRITTEN
 from .at_run_time import layouts_of, offload_together, reload_together
 from .hook import OffloadSettings
 from .transfers import COPIES, offload_start, offload_wait, reload_start, reload_wait
@@ -157,7 +158,11 @@ def place(
             if placement is None:
                 placement = Placement(False, DECIDED_LATER if has_own_memory(crossing.value) else _MEMORY_OF_OTHERS)
                 metas = [dict(node.meta) for node in (crossing.start, crossing.reload, crossing.back)]
-                crossing.slot.meta[_CANDIDATE] = crossing.leaf.settings, crossing.start.args[1], device, metas
+                made = forward.nodes[item.made] if item.made >= 0 else crossing.source
+                crossing.slot.meta[_CANDIDATE] = crossing.leaf.settings, crossing.start.args[1], device, made, metas
+            sent = placement.offloaded or placement.reason == DECIDED_LATER
+            if sent and fused and fuses(crossing.source):  # Inductor would choose strides, and each call copy it
+                crossing.source.meta[WRITTEN] = True
             if not placement.offloaded:
                 _keep_on_device(crossing)
                 on_device[crossing.wait] = crossing.value, placement.reason
@@ -181,9 +186,11 @@ def _scheduled(
     for c in crossings:
         of_value[c.leaf.name] += tensor_bytes(c.value.meta["val"])
     copy_ms = {name: nbytes / rates.to_host * 1e3 for name, nbytes in of_value.items()}
+    later = {c.leaf.name: math.inf for c in crossings if at_run_time and c.leaf.settings.across_graphs}
+    copy_ms |= later  # other graphs' copies may be under way: a start that is a kernel earlier gains nothing
     pairs = [(_item(c, kinds[c.leaf.settings], forward, backward, copy_ms[c.leaf.name]), c) for c in crossings]
     pairs.sort(key=lambda pair: pair[0].made)
-    planned_now = [(item, c) for item, c in pairs if not (at_run_time and c.leaf.settings.across_graphs)]
+    planned_now = [(item, c) for item, c in pairs if c.leaf.name not in later]
     planned = schedule(
         [item for item, _ in planned_now],
         forward.ms,
@@ -200,7 +207,8 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     """Give the tensors of `offload(across_graphs=True)` the operators that decide when they run, see at_run_time.py.
 
     One operator takes several tensors, after the last reader of each: a compiler pass may let that reader write over
-    the tensor. Inputs and outputs stay as they are: the program has their memory, and may write to it.
+    the tensor; and after the kernel that packs it. Inputs and outputs stay as they are: the program has their memory,
+    and may write to it.
     """
     if not any(_CANDIDATE in slot.meta for slot in bw.graph.find_nodes(op="placeholder")):
         return
@@ -208,14 +216,15 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     last_reader = {storage_of(n): node for node in fw.graph.nodes if node is not output for n in node.all_input_nodes}
 
     def place_of(pair: tuple[Node, Node]) -> Node:
-        value, _ = pair
-        last: Node = last_reader.get(storage_of(value), value)
+        value, slot = pair
+        *_, made, _ = slot.meta[_CANDIDATE]
+        last: Node = max(last_reader.get(storage_of(value), value), made)
         return last
 
     kinds: dict[tuple[Any, ...], _Pairs] = defaultdict(list)
     for value, slot in crossing_pairs(fw, bw, num_fwd_outputs):
         if _CANDIDATE in slot.meta and slot.users and isinstance(value, Node) and has_own_memory(value):
-            settings, limit, device, _ = slot.meta[_CANDIDATE]
+            settings, limit, device, *_ = slot.meta[_CANDIDATE]
             link = (settings.rates.to_host, settings.rates.to_device) if settings.rates else (0.0, 0.0)
             terms = Terms(settings.in_flight_bytes, settings.max_stall_ms, *link)
             terms = terms._replace(min_bytes=settings.min_bytes, room=settings.room)

@@ -48,6 +48,7 @@ class RewriteOptions:
     Attributes:
         for_inductor: decompose the traced hooks with Inductor's table, and form them for its kernels.
         trace: the `tracer` of a budget, which plans positions and bytes; None: a new one, without a budget.
+        packs_early: without a budget, pack a value in a kernel of its own where memory is tight (`choose_positions`).
         at_run_time: calls of the graphs decide what `offload(across_graphs=True)` sends.
         unpacked: saved tensors that stay as they are.
         as_if_lossy: save the values that a lossy hook would get, whatever the settings are.
@@ -55,6 +56,7 @@ class RewriteOptions:
 
     for_inductor: bool
     trace: Tracer | None = None
+    packs_early: bool = True
     at_run_time: bool = False
     unpacked: Unpacked = NOTHING
     as_if_lossy: bool = False
@@ -96,7 +98,7 @@ def rewrite(
     transfers: tuple[Transfer, ...] = ()
     if units:
         if options.for_inductor:
-            units = choose_positions(units, fw, planned=options.trace is not None)
+            units = choose_positions(units, fw, early=options.packs_early and options.trace is None)
         norms = norms_of_rounded(bw, cross, units)
         units = inline(fw, bw, cross, units)
         restore_norm_inputs(bw, norms)

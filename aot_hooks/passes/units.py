@@ -175,13 +175,13 @@ def _layout_of(source: Node) -> TracedLayout:
     return traced_layout(source.meta["val"], expanded_for_certain=certain)
 
 
-def choose_positions(units: tuple[Unit, ...], fw: GraphModule, *, planned: bool) -> tuple[Unit, ...]:
+def choose_positions(units: tuple[Unit, ...], fw: GraphModule, *, early: bool) -> tuple[Unit, ...]:
     """Choose the positions of packs for Inductor's kernels on CUDA; any other pack stands after the value's last use.
 
     Each scale is found right after the value is made, see `Packing`. If memory is tight at the value's last use, the
     whole pack stands there, in a kernel of its own. Otherwise Inductor fuses packing with the value's last reader. That
-    is faster, but the reader's result cannot take the value's memory. With `planned`, a budget has counted the bytes
-    with each pack at the value's last use, so it stays there.
+    is faster, but the reader's result cannot take the value's memory. Without `early` each pack stays at the value's
+    last use: a budget has counted the bytes so, or the peak of the step is elsewhere.
     """
     movable = [u for u in units if not u.keep and len(u.packings) == 1 and u.saved.value.device.type == "cuda"]
     if not movable:
@@ -193,10 +193,10 @@ def choose_positions(units: tuple[Unit, ...], fw: GraphModule, *, planned: bool)
         node, nbytes = unit.saved.fw_node, storage_bytes(unit.saved.value)
         large = nbytes >= _WORTH_A_KERNEL * peak
         tight = unit.source is node and large and peak - alive[last_use(node)] < nbytes
-        if tight and not planned:
+        if tight and early:
             log.debug("'%s' is packed early and alone: memory is tight at its last use", unit.saved.row.name)
-        early = tight and not planned and not fuses(producer(node))
-        packing = replace(unit.packings[0], scale_at_definition=True, pack_at_definition=early)
+        alone = tight and early and not fuses(producer(node))
+        packing = replace(unit.packings[0], scale_at_definition=True, pack_at_definition=alone)
         placed[unit] = replace(unit, packings=(packing,))
     return tuple(placed.get(unit, unit) for unit in units)
 

@@ -53,6 +53,7 @@ from .step import COMPUTED, KEPT, RECOMPUTE, Moment, Option, Step
 
 # what is computed again
 NOTHING, POINTWISE, BLOCKS, WHOLE_BLOCKS = "", "recompute_pointwise", "blocks computed again", "whole blocks"
+WHOLE_GRAPH = "the whole graph computed again"  # of a block that is compiled by itself, whatever modules it has
 
 GAIN = 0.002
 """The share of the time by which a way must be able to beat what was found, to be tried.
@@ -79,7 +80,7 @@ class Way:
     """A way that a user can type.
 
     Attributes:
-        again: what is computed again: `NOTHING`, `POINTWISE`, `BLOCKS` or `WHOLE_BLOCKS`.
+        again: what is computed again: `NOTHING`, `POINTWISE`, `BLOCKS`, `WHOLE_BLOCKS` or `WHOLE_GRAPH`.
         form: the hook, or `lossless()`, for the form in which tensors are saved; None: as they are.
         sends: whether they wait on the host.
     """
@@ -145,11 +146,12 @@ def computed_again(
     None if there is nothing like that, or if products alone take `most_ms`: a split takes as long as a compilation's.
     `one_block`: the graph is a block.
     """
-    if again not in (BLOCKS, WHOLE_BLOCKS):
+    if again not in (BLOCKS, WHOLE_BLOCKS, WHOLE_GRAPH):
         with aot.recomputing_pointwise(again == POINTWISE):
             return joint.graphs()
-    blocks = _blocks(stock, one_block=one_block, statistics=again == WHOLE_BLOCKS)
-    found = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), blocks, last=again == WHOLE_BLOCKS)
+    whole = again != BLOCKS
+    blocks = _blocks(stock, one_block=one_block or again == WHOLE_GRAPH, statistics=whole)
+    found = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), blocks, last=whole)
     if found is None:
         return None
     names, gone, reads = found
@@ -298,8 +300,14 @@ class Simulation:
         rounded = [way.form for way in found if isinstance(way.form, Hook) and error_of(way.form)]
         return [way for way in found if way.form is rounded[0] or way.form not in rounded] if rounded else found
 
-    def _typed(self, graphs: Graphs, way: Way, rates: Rates | None, most_ms: float) -> Typed | None:
-        """One way, with as few copies as its peak needs; None if it is over the peak, or a call takes `most_ms`."""
+    def _typed(
+        self, graphs: Graphs, way: Way, rates: Rates | None, most_ms: float, *, packs_early: bool = False
+    ) -> Typed | None:
+        """One way, with as few copies as its peak needs; None if it is over the peak, or a call takes `most_ms`.
+
+        `packs_early` holds less in the forward and takes longer, see `choose_positions`. So it comes second, and only
+        if a forward holds the most.
+        """
         across = way.sends and way.again != BLOCKS  # inputs of blocks are few bytes: every call sends all of them
         limits: dict[str, Any] = {"in_flight_bytes": _IN_FLIGHT, "min_bytes": _MIN_BYTES, "rates": rates}
         if across:
@@ -307,7 +315,7 @@ class Simulation:
         else:
             limits["in_flight_bytes"] = min(_IN_FLIGHT, *(int(_IN_FLIGHT_SHARE * whole.peak) for whole in self.wholes))
         hook = way.rule(**limits)
-        found, plan, live = self._rewritten(graphs, way, hook)
+        found, plan, live = self._rewritten(graphs, way, hook, packs_early=packs_early)
         if way.again == BLOCKS and error_within(plan, way, self.stock) > ERROR * self.max_error:
             return None
         call = _call(found, plan, live)
@@ -316,22 +324,26 @@ class Simulation:
         call = call._replace(nbytes=call.nbytes._replace(held=call.nbytes.held - 2 * inputs_bytes))
         steps = [predicted(whole, call, rates) for whole in self.wholes]
         if any(step.peak + inputs_bytes > whole.peak for step, whole in zip(steps, self.wholes, strict=True)):
-            return None
+            early = graphs.fused and not packs_early and call.nbytes.forward > call.nbytes.backward
+            return self._typed(graphs, way, rates, most_ms, packs_early=True) if early else None
         if steps[-1].call_ms >= most_ms:
             return None
         if across:  # the room is known only now
             hook = offload_in_room(hook, room_of(self.wholes, call))
-            found, plan, live = self._rewritten(graphs, way, hook)
+            found, plan, live = self._rewritten(graphs, way, hook, packs_early=packs_early)
         return Typed(way, found.fw, found.bw, plan, live, call, steps[-1])
 
-    def _rewritten(self, graphs: Graphs, way: Way, hook: Any) -> tuple[Graphs, Plan, tuple[LivePoint, ...]]:
+    def _rewritten(
+        self, graphs: Graphs, way: Way, hook: Any, *, packs_early: bool
+    ) -> tuple[Graphs, Plan, tuple[LivePoint, ...]]:
         """A copy of `graphs` with a hook for all, as the backend makes it for users who type it.
 
         Inputs that are sent count as alive in the forward that reads them.
         """
         inputs = self._sent_inputs(graphs, way)
         scope = "no_static" if inputs and self.joint.setting.scope != "all" else None
-        found, plan = self.joint.hooked(graphs, _AlsoInputs(hook, frozenset(inputs)) if inputs else hook, scope=scope)
+        rule = _AlsoInputs(hook, frozenset(inputs)) if inputs else hook
+        found, plan = self.joint.hooked(graphs, rule, scope=scope, packs_early=packs_early)
         if way.again and graphs.fused:
             split_and_hold(found.fw, found.bw, num_fwd_outputs=graphs.num_fwd_outputs, roots=graphs.roots)
         more = sum(inputs.values())

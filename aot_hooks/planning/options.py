@@ -123,7 +123,7 @@ class Joint:
     gm: GraphModule
     split: Callable[[], tuple[GraphModule, GraphModule]]
     without_hooks: Callable[[], tuple[tuple[LivePoint, ...], float]]
-    rewrite: Callable[[GraphModule, GraphModule, Setting, Tracer | None], Plan]
+    rewrite: Callable[[GraphModule, GraphModule, Setting, Tracer | None, bool], Plan]
     setting: Setting
     parts: Mapping[str, Any]
     made: dict[Any, Graphs] = dataclasses.field(default_factory=dict)
@@ -137,16 +137,24 @@ class Joint:
         return self.made[marks].without_others if self.drops_others else self.made[marks]
 
     def hooked(
-        self, graphs: Graphs, rule: Any, trace: Tracer | None = None, scope: str | None = None
+        self,
+        graphs: Graphs,
+        rule: Any,
+        trace: Tracer | None = None,
+        scope: str | None = None,
+        *,
+        packs_early: bool = True,
     ) -> tuple[Graphs, Plan]:
         """A copy of `graphs` with the hooks that `rule` asks for, and their plan.
 
         Args:
             trace: None for what a user can type, which is rewritten as it is without a budget.
             scope: in place of that of the setting.
+            packs_early: see `RewriteOptions`.
         """
         found = dataclasses.replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
-        return found, self.rewrite(found.fw, found.bw, Setting(rule, scope or self.setting.scope), trace)
+        setting = Setting(rule, scope or self.setting.scope)
+        return found, self.rewrite(found.fw, found.bw, setting, trace, packs_early)
 
 
 def step_of(

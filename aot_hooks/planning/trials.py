@@ -38,6 +38,7 @@ from .candidates import (
     GAIN,
     NOTHING,
     WHOLE_BLOCKS,
+    WHOLE_GRAPH,
     Way,
     computed_again,
     error_within,
@@ -205,7 +206,8 @@ class Trials:
 
     def _ways(self) -> list[Way]:
         # a CPU's copies free nothing
-        return ways([name for name in self.budget.allow if self.on_cuda or name != "offload"], self.budget.max_error)
+        found = ways([name for name in self.budget.allow if self.on_cuda or name != "offload"], self.budget.max_error)
+        return [*found, Way(WHOLE_GRAPH)] if self.budget.least and RECOMPUTE in self.budget.allow else found
 
     def _typed(self, again: str, found: Sequence[Way], peak: float, most_ms: float) -> Iterator[Tried]:
         """Those of `found`, which compute `again`, that may take at most `peak` bytes and less than `most_ms`."""
@@ -232,7 +234,7 @@ class Trials:
         """
         limits, best, least = self.limits, found.best, found.least
         near = best is not None and best.plan.after_ms <= (1 + _NEAR) * found.bound_ms
-        blocks = [WHOLE_BLOCKS] if self.budget.least else [BLOCKS, WHOLE_BLOCKS]
+        blocks = [WHOLE_BLOCKS, WHOLE_GRAPH] if self.budget.least else [BLOCKS, WHOLE_BLOCKS]
         tried = [way for way in self._ways() if way.again in blocks or not (near or self.budget.least)]
         for again, several in itertools.groupby(tried, operator.attrgetter("again")):
             if limits.peak is None:

@@ -137,3 +137,14 @@ def test_a_pass_of_the_users_still_runs() -> None:
     options = {"policy": aot_hooks.offload(0, rates=RATES), "inductor": {"_pre_fusion_custom_pass": count}}
     torch.compile(model, backend="aot_hooks", options=options)(x).sum().backward()
     assert len(seen) == 2
+
+
+def test_sent_across_graphs_as_traced_and_packed_with_the_last_reader() -> None:
+    """Inductor chose other strides for rotated queries, and the operator that sends copied them at each call."""
+    done = subprocess.run([sys.executable, str(SUPPORT / "code_sent.py")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["strides"]) == 2
+    assert all(stride == contiguous for stride, contiguous in found["strides"])
+    norm, gated = found["kernels"]
+    assert "rsqrt" in norm and "silu" in gated

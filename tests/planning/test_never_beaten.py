@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
 from aot_hooks.planning import candidates, trials
+from aot_hooks.planning.assignment import Assignment
 from aot_hooks.planning.budget import ALLOWED
 from aot_hooks.planning.search import Found
 from aot_hooks.planning.step import Option, Step, Value
@@ -152,6 +153,25 @@ def test_each_call_of_a_layer_is_a_block(monkeypatch, listed):
     found = aot_hooks.plan(model, x, policy=policy, inner="aten")
     assert found.peak_bytes <= hand.peak_bytes + 1 and found.after_ms <= SLOWER * hand.after_ms
     assert any("whole blocks" in d.reason for d in found.decisions)
+
+
+class Named(nn.Module):
+    """A block as those of transformers: its modules have names, and no numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.mlp = Part("attention", 64, 256), Part("gated", 64, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.mixer(x))
+
+
+def test_a_block_that_is_compiled_by_itself_can_hold_its_input_alone():
+    """Of many calls of a block the input of each of its modules was held: a step of experts fit in no budget."""
+    block, x = Named(), torch.randn(8, 128, 64, requires_grad=True)
+    policy = Assignment.of(aot_hooks.budget("1GiB", max_error=0), least=True)
+    found = aot_hooks.plan(block, x, policy=policy, inner="aten")
+    assert not any(d.packed_bytes for d in found.decisions)
 
 
 def test_ways_have_the_means_that_are_allowed():

@@ -20,8 +20,8 @@ import aot_hooks
 from aot_hooks import partitioner
 
 
-def codes_of(model: nn.Module, x: torch.Tensor, policy: Any) -> dict[str, str]:
-    """The code of both graphs, by phase, with what a product reads computed again."""
+def codes_of(model: nn.Module, x: torch.Tensor, policy: Any, *, again: bool = True) -> dict[str, str]:
+    """The code of both graphs, by phase. `again`: with what a product reads computed again."""
     torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
     cut = partitioner.aot.min_cut_partition
 
@@ -33,7 +33,7 @@ def codes_of(model: nn.Module, x: torch.Tensor, policy: Any) -> dict[str, str]:
         mock.patch.object(partitioner.aot, "min_cut_partition", cut_on_cuda),
         mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200),
     ):
-        codes, _ = compiled(model, x, policy, recompute_pointwise=True)
+        codes, _ = compiled(model, x, policy, recompute_pointwise=again)
     return {phase: code for phase, code, _ in codes}
 
 
