@@ -23,45 +23,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from cudagraph.torch_private import compilers
 from cudagraph.torch_private.cuda import boxed
-from cudagraph.torch_private.symbols import Needed, has
+from cudagraph.torch_private.symbols import has
 
-from .symbols import needing
+from .symbols import need
 from .values import HigherOrderOperator
-
-SYMBOLS: dict[str | Needed, str] = {
-    "options['inner'] = 'aten'": "torch._dynamo.backends.common.aot_autograd torch.fx.graph._BoxedCodeGen",
-    "the partition that is rewritten": "torch._functorch.partitioners.min_cut_rematerialization_partition",
-    "storing graphs of options['inner'] = 'aten'": "torch._inductor.output_code.OutputCode "
-    "torch.fx.graph_module._forward_from_src "
-    "torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache "
-    "torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler",
-    "trying hooks for a budget": "torch.fx._lazy_graph_module._LazyGraphModule",
-    "regions that compute the same": "torch._functorch.config torch._functorch.config.cse",
-    "options['recompute_pointwise']": "torch._functorch.config "
-    "torch._functorch.config.ban_recompute_materialized_backward",
-    "two versions of a graph": "torch._guards.TracingContext torch._guards.tracing",
-    "predicting the bytes of a backward": "torch._functorch.partitioners._is_tangent",
-    Needed("computing attention again", ("2.15.0",)): "torch._functorch.partitioners.is_nonzero_dropout_sdpa",
-    Needed("telling that a backward holds its tangents", ("2.11.0",)): "torch._functorch._aot_autograd."
-    "runtime_wrappers._backward_prologue_functional",
-    "warning of hooks around other backends": "torch._functorch._aot_autograd.graph_compile."
-    "maybe_inline_graph_saved_tensors_hooks",
-}
-PROTOCOLS = {
-    "storing graphs of options['inner'] = 'aten'": {
-        "torch._inductor.output_code.OutputCode": "prepare_for_serialization post_compile set_triton_bundle",
-    },
-    "two versions of a graph": {"torch._guards.TracingContext": "try_get fakify_first_call"},
-    "a second backward (retain_graph)": {
-        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": "bw_donated_idxs",
-    },
-    "options['check']": {
-        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": "input_info",
-        "torch._functorch._aot_autograd.schemas.InputAliasInfo": "mutates_data mutates_storage_metadata",
-    },
-}
-
-need = needing(SYMBOLS)
 
 
 def min_cut_partition(

@@ -1,14 +1,12 @@
-"""`needing(SYMBOLS)` returns `need(path)`, which looks up a private symbol of torch that the file's table lists.
+"""`need(path)` looks up a private symbol of torch, see `cudagraph/torch_private/symbols.py`.
 
 Functions of `cudagraph.torch_private` that both packages call take `need`, so that each package raises its own error.
 """
 
 from __future__ import annotations
 
-import functools
-
 from cudagraph.torch_private import symbols
 
 from ..errors import UnsupportedTorchError
 
-needing = functools.partial(symbols.needing, package="aot_hooks", error=UnsupportedTorchError)
+need = symbols.needing("aot_hooks", UnsupportedTorchError)

@@ -13,47 +13,8 @@ import torch
 from torch.fx import GraphModule
 
 from ..errors import UnsupportedTorchError
-from .symbols import Needed, has, needing
+from .symbols import has, need
 
-SYMBOLS: dict[str | Needed, str] = {
-    "telling parameters from other inputs of a graph": "torch._guards.TracingContext",
-    "replaying inference graphs without AOTAutograd's runtime": "torch._subclasses.fake_tensor.FakeTensor",
-    "replaying without AOTAutograd's runtime": "torch._functorch._aot_autograd.schemas.SubclassCreationMeta",
-    "options['inner'] = 'aten'": "torch._functorch.partitioners.min_cut_rematerialization_partition "
-    "torch._functorch.config torch._functorch.config.cse torch._dynamo.backends.common.aot_autograd",
-    "mode=": "torch._inductor.list_mode_options",
-    "options['inner'] = 'inductor'": "torch._inductor.compile_fx.compile_fx .compile_fx_inner torch._inductor.config "
-    "torch._inductor.utils.BoxedBool torch._inductor.output_code.CompiledFxGraph "
-    "torch._inductor.config.custom_partitioner_fn torch._inductor.custom_graph_pass.CustomPartitionerFn",
-    "finding calls of compiled functions in a whole step": "torch._dynamo.eval_frame "
-    "torch._dynamo.eval_frame._callback_from_stance",
-    "telling whether a call compiled something": "torch._dynamo.utils.counters",
-    "capturing the pieces that Inductor cuts": "torch._inductor.utils.align_inputs_from_check_idxs",
-    Needed("cudagraph.Policy", ("2.13.0", "2.15.0")): "torch._inductor.cudagraph_utils.CUDAGraphPolicy "
-    "torch._inductor.config.cudagraph_policy",
-}
-PROTOCOLS = {
-    "finding the code that Dynamo compiles": {
-        "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-        "torch._dynamo.eval_frame._TorchDynamoContext": "_torchdynamo_orig_callable",
-        "torch._dynamo.eval_frame.DisableContext": "_torchdynamo_orig_callable",
-    },
-    "telling parameters and aliases of a graph": {
-        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": "static_input_indices input_info num_forward "
-        "subclass_inp_meta subclass_fw_graph_out_meta num_outputs_aliased num_intermediate_bases dynamic_outputs "
-        "tokens is_rng_op_functionalized num_graphsafe_rng_states grad_enabled_mutation",
-        "torch._functorch._aot_autograd.schemas.InputAliasInfo": "mutates_data mutates_metadata "
-        "mutates_storage_metadata",
-    },
-    "options['inner'] = 'inductor'": {
-        "torch._inductor.output_code.CompiledFxGraph": "current_callable mutated_input_idxs constants partition_maps "
-        "disabled_cudagraphs_reason compiled_fn_runner inputs_to_check fx_kwargs _fx_graph_cache_key "
-        "_fx_graph_cache_debug_lines _time_taken_ns guards_expr",
-        "torch._inductor.utils.GraphPartitionMap": "input_index_mapping output_index_mapping",
-    },
-}
-
-need = needing(SYMBOLS, "cudagraph", UnsupportedTorchError)
 _exchanging = threading.Lock()
 
 # --- AOTAutograd ---
@@ -232,8 +193,7 @@ def compile_inductor(
 
 def custom_partitioner(patches: dict[str, Any], need: Callable[[str], Any] = need) -> Any:
     """The partitioner that the user has set, in `patches` or in Inductor's configuration; None: torch's own."""
-    name = "custom_partitioner_fn"
-    return patches.get(name, need(f"torch._inductor.config.{name}"))
+    return patches.get("custom_partitioner_fn", need("torch._inductor.config.custom_partitioner_fn"))
 
 
 def partitioned_by(
@@ -361,8 +321,9 @@ def stored_as(run: Callable[..., Any], code: Any) -> None:
 
 def inductor_policy_class() -> type:
     """The base class of policies for CUDA graphs; `object` on a torch without them."""
-    path = "torch._inductor.cudagraph_utils.CUDAGraphPolicy"
-    return need(path) if has(path) else object
+    if not has("torch._inductor.cudagraph_utils.CUDAGraphPolicy"):
+        return object
+    return need("torch._inductor.cudagraph_utils.CUDAGraphPolicy")
 
 
 def need_inductor_policy() -> None:

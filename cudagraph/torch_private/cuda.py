@@ -21,65 +21,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..errors import UnsupportedTorchError
-from .symbols import Needed, has, late, needing
+from . import symbols
+from .symbols import has, late
 
-SYMBOLS: dict[str | Needed, str] = {
-    "telling what the operators of a graph do": "torch._ops.OpOverload .OpOverloadPacket .HigherOrderOperator",
-    "operators that cannot be captured": "torch._inductor.utils.is_cudagraph_unsafe_fx_node",
-    "sizes that come from a tensor's values": "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols",
-    "sizes that the parts of a graph share": "torch.fx.experimental.symbolic_shapes.free_symbols",
-    "freeing inputs early": "torch.fx.graph._BoxedCodeGen",
-    "constants of graphs": "torch.utils._python_dispatch._disable_current_modes",
-    "telling which outputs are alive": "torch._C._storage_Use_Count",
-    "copying inputs": "torch._foreach_copy_ torch._C._AutoDispatchBelowADInplaceOrView",
-    "reading numbers on the device": "torch._foreach_mul ._foreach_mul_ ._foreach_div "
-    "._foreach_addcmul ._foreach_addcmul_",
-    "telling when a step ends": "torch._C._current_graph_task_id torch._C._is_fwd_grad_enabled "
-    "torch._C._autograd._top_saved_tensors_default_hooks torch._dynamo.mutation_guard.GenerationTracker "
-    "torch._guards.TracingContext torch._inductor.cudagraph_trees.MarkStepBox",
-    "running the rest of a step without graphs": "torch._C._DisableAutocast",
-    "outputs at their recorded addresses": "torch._C._construct_storage_from_data_pointer",
-    Needed("telling inputs that moved, fast", cuda=True): "torch._C._tensors_data_ptrs_at_indices_equal",
-    "outputs that are negated views": "torch._neg_view",
-    Needed("errors of outputs that were overwritten", cuda=True): "torch._C._set_storage_data_ptr_access_error_msg",
-    Needed("held outputs", ("2.13.0", "2.15.0")): "torch.UntypedStorage._swap_data_ptr_",
-    "finding a thread's trees in its backward": "torch._C._stash_obj_in_tls ._get_obj_in_tls ._is_key_in_tls",
-    Needed("the memory of captures", cuda=True): "torch._C._cuda_beginAllocateCurrentThreadToPool "
-    "._cuda_endAllocateToPool ._cuda_releasePool ._cuda_getCheckpointState ._cuda_setCheckpointPoolState "
-    "._cuda_cudaCachingAllocator_raw_delete ._cuda_checkPoolLiveAllocations ._free_And_Remove_DeleterFn "
-    "._cuda_clearCublasWorkspaces",
-    Needed("replaying", cuda=True): "torch._C._CUDAGraph.replay",
-    Needed("PYTORCH_NO_CUDA_MEMORY_CACHING", ("2.15.0",), cuda=True): "torch._C._cuda_cudaCachingAllocator_is_enabled",
-    "a capture with accumulators of its own": "torch._C.DisableTorchFunction",
-    "watching the operators of a step": "torch.utils._python_dispatch.TorchDispatchMode "
-    ".is_traceable_wrapper_subclass_type torch._guards.active_fake_mode",
-    "telling whether a step reads gradients": "torch.Tensor._make_wrapper_subclass",
-    "what a step is called with": "torch.utils._pytree.tree_flatten .tree_unflatten",
-    "telling what changed between two steps": "torch._C._dynamo.guards.GlobalStateGuard .TensorGuards "
-    "torch._C._dynamo.guards.dict_version "
-    "torch._C._autograd._top_saved_tensors_default_hooks torch._C._len_torch_dispatch_stack "
-    "torch.overrides._get_current_function_mode_stack",
-    "telling whether all modules have got a hook": "torch.nn.modules.module._global_forward_hooks "
-    "._global_forward_pre_hooks ._global_backward_hooks ._global_backward_pre_hooks",
-    "telling whether all optimizers have got a hook": "torch.optim.optimizer._global_optimizer_pre_hooks "
-    "._global_optimizer_post_hooks",
-    "optimizers that can be captured": "torch.optim.optimizer._get_capturable_supported_devices",
-    Needed("replaying on the current stream", cuda=True): "torch._C._cuda_getCurrentRawStream",
-}
-PROTOCOLS = {
-    "telling what changed between two steps": {"torch.Tensor": "_backward_hooks _post_accumulate_grad_hooks"},
-    "a gradient scaler in a step": {"torch.amp.GradScaler": "_per_optimizer_states"},
-    "telling which outputs are alive": {"torch.UntypedStorage": "_cdata"},
-    "telling what the operators of a graph do": {"torch._ops.OpOverload": "_schema"},
-    "telling when a step ends": {
-        "torch._inductor.cudagraph_trees.MarkStepBox": "mark_step_counter",
-        "torch._dynamo.mutation_guard.GenerationTracker": "generation",
-        "torch.autograd.function.BackwardCFunction": "_raw_saved_tensors",
-    },
-}
-
-need = functools.cache(needing(SYMBOLS, "cudagraph", UnsupportedTorchError))
+need = functools.cache(symbols.need)
 
 # --- graphs: what operators are, and what they do ---
 
@@ -374,8 +319,8 @@ def torch_marks() -> Any:
 
     Nothing is imported for it.
     """
-    module = sys.modules.get("torch._inductor.cudagraph_trees")
-    return no_marks if module is None else module.MarkStepBox
+    is_imported = "torch._inductor.cudagraph_trees" in sys.modules
+    return need("torch._inductor.cudagraph_trees.MarkStepBox") if is_imported else no_marks
 
 
 def calls_of_dynamo() -> Any:
@@ -383,9 +328,9 @@ def calls_of_dynamo() -> Any:
 
     It is the same in all graphs of one call, also after graph breaks. torch's own trees use it. Else `no_calls`.
     """
-    path = "torch._dynamo.mutation_guard.GenerationTracker"
     compiling = need("torch._guards.TracingContext").try_get() is not None
-    return need(path) if compiling and has(path) else no_calls
+    known = compiling and has("torch._dynamo.mutation_guard.GenerationTracker")
+    return need("torch._dynamo.mutation_guard.GenerationTracker") if known else no_calls
 
 
 def identity(storage: torch.UntypedStorage) -> int:
@@ -394,10 +339,10 @@ def identity(storage: torch.UntypedStorage) -> int:
 
 
 # Whether `tensors[i]` is at `addresses[i]` for each `i` of `indices`. A build without CUDA lacks torch's function.
-pointers_equal: Callable[[Any, Any, Any], bool] = getattr(
-    torch._C,
-    "_tensors_data_ptrs_at_indices_equal",
-    lambda tensors, addresses, indices: all(tensors[i].data_ptr() == addresses[i] for i in indices),
+pointers_equal: Callable[[Any, Any, Any], bool] = (
+    need("torch._C._tensors_data_ptrs_at_indices_equal")
+    if has("torch._C._tensors_data_ptrs_at_indices_equal")
+    else lambda tensors, addresses, indices: all(tensors[i].data_ptr() == addresses[i] for i in indices)
 )
 
 
@@ -406,8 +351,9 @@ def poison(storage: torch.UntypedStorage, message: str) -> None:
     need("torch._C._set_storage_data_ptr_access_error_msg")(storage._cdata, message)
 
 
+@functools.cache
 def can_swap() -> bool:
-    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # 2.13 and later
+    return has("torch.UntypedStorage._swap_data_ptr_")  # 2.13 and later
 
 
 def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
@@ -496,8 +442,9 @@ def bare_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
 def caches_memory() -> bool:
     """Whether CUDA's caching allocator is in use; `PYTORCH_NO_CUDA_MEMORY_CACHING` turns it off."""
-    name = "torch._C._cuda_cudaCachingAllocator_is_enabled"
-    return not has(name) or bool(need(name)())
+    if not has("torch._C._cuda_cudaCachingAllocator_is_enabled"):  # 2.15 and later
+        return True
+    return bool(torch._C._cuda_cudaCachingAllocator_is_enabled())
 
 
 def raw_stream(device: torch.device) -> Callable[[], int]:
