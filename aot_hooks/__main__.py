@@ -95,7 +95,7 @@ def env(options: argparse.Namespace) -> None:
 
 
 def _symbol_line(row: dict[str, Any]) -> str:
-    return f"  {row['status']:7} {row['path']} ({row['package']}: {row['needed_for']}) {row['link']}"
+    return f"  {row['status']:7} {row['path']} ({row['package']}: {row['needed_for']})"
 
 
 def report(options: argparse.Namespace) -> None:

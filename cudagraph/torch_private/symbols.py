@@ -26,8 +26,6 @@ import torch
 from ..errors import UnsupportedTorchError
 
 TESTED = ("2.11.0", "2.13.0", "2.15.0")
-_VERSION = torch.__version__.split("+")[0]
-_UPSTREAM = "https://github.com/pytorch/pytorch/blob"
 _PATH = re.compile(r"torch(\.\w+)+")
 # Symbols that a build without CUDA lacks.
 _OF_CUDA = re.compile(r"torch\._C\.(_cuda_|_CUDAGraph|_free_And_|_set_storage_data_ptr_|_tensors_data_ptrs_)")
@@ -102,7 +100,6 @@ class Row(NamedTuple):
     path: str
     status: str
     needed_for: str
-    link: str
 
 
 def rows_of(package: str, source: str) -> Iterator[Row]:
@@ -111,7 +108,7 @@ def rows_of(package: str, source: str) -> Iterator[Row]:
     for path, names in found.items():
         absent = path in optional or (torch.version.cuda is None and _OF_CUDA.match(path))
         status = "ok" if has(path) else "absent" if absent else "MISSING"
-        yield Row(package, path, status, ", ".join(names), source_link(path))
+        yield Row(package, path, status, ", ".join(names))
 
 
 def used_in(source: str) -> tuple[dict[str, list[str]], set[str]]:
@@ -139,18 +136,3 @@ def _path_of(node: ast.AST) -> str:
     text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
     is_private = any(part.startswith("_") and not part.startswith("__") for part in text.split("."))
     return text if is_private and _PATH.fullmatch(text) and not text.startswith("torch.ops.") else ""
-
-
-def source_link(path: str) -> str:
-    """URL of the file that defines the module of `path`, at the tag of this torch, or of the newest tested one."""
-    root, parts = Path(torch.__file__).parents[1], path.split(".")
-    tag = _VERSION if _VERSION in TESTED else TESTED[-1]
-    for cut in range(len(parts), 0, -1):
-        module = root.joinpath(*parts[:cut])
-        files = [module.with_suffix(".py"), module / "__init__.py", module.with_suffix(".pyi")]
-        found = [file for file in files if file.is_file()]
-        if parts[:cut] == ["torch", "_C"]:
-            found.append(module / "__init__.pyi.in")  # a wheel has what was generated from it
-        if found:
-            return f"{_UPSTREAM}/v{tag}/{found[0].relative_to(root).as_posix()}"
-    raise ValueError(f"{path} is no path into torch")

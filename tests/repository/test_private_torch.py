@@ -247,9 +247,7 @@ def test_a_path_that_is_put_together_is_found(source: str, made: list[str]) -> N
 def test_this_torch_has_each_symbol_and_each_attribute(path: str) -> None:
     rows = rows_of(path)
     assert [row.path for row in rows if row.status == "MISSING"] == []
-    for row in rows:
-        assert row.needed_for
-        assert re.fullmatch(r"https://github.com/pytorch/pytorch/blob/v[\d.]+/torch/[\w/]+\.pyi?(\.in)?", row.link)
+    assert all(row.needed_for for row in rows)
     attributes = private_attributes.ATTRIBUTES.get(path, {})
     pairs = [(owner, name) for owner, names in attributes.items() for name in names.split()]
     assert [pair for pair in pairs if not private_attributes.has_attribute(*pair)] == []
