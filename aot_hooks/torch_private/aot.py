@@ -37,7 +37,7 @@ def min_cut_partition(
     torch runs a random operator that it computes again with a state of the generator, by an operator of higher order
     that no compiler fuses or reads. 2.11 to 2.14 do so by the tag alone, which attention has without dropout, too.
     """
-    split = functools.partial(compilers.min_cut_partition, need=need)
+    split = compilers.min_cut_partition
     if has("torch._functorch.partitioners.is_nonzero_dropout_sdpa"):
         return split(joint, inputs, **kwargs)
     for node in joint.graph.nodes:
@@ -126,7 +126,7 @@ def compile_graph(
     """
 
     def as_it_is(graph_module: GraphModule, _inputs: Any) -> Any:
-        run = boxed(graph_module, need=need)
+        run = boxed(graph_module)
         return _aten_code_class()(run, graph_module) if stored else run
 
     def announced(compiler: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +146,7 @@ def compile_graph(
     # entries hold the graphs themselves, and are made when the forward is compiled
     patches = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True} if stored else {}
     with need("torch._functorch.config").patch(patches):
-        return compilers.compile_aten(gm, inputs, partition=partition, need=need, **using)
+        return compilers.compile_aten(gm, inputs, partition=partition, **using)
 
 
 @contextlib.contextmanager
@@ -252,7 +252,7 @@ def second_compilation() -> Iterator[None]:
 
 def written_inputs() -> tuple[int, ...]:
     """Inputs of the graph that was compiled last, or taken from the cache, that it writes to; 2.11 to 2.15."""
-    infos = getattr(compilers.forward_metadata(need=need), "input_info", ())
+    infos = getattr(compilers.forward_metadata(), "input_info", ())
     return tuple(i for i, info in enumerate(infos) if info.mutates_data or info.mutates_storage_metadata)
 
 
@@ -273,7 +273,7 @@ def donate_nothing() -> None:
     Call it when the forward is compiled. AOTAutograd has listed the saved tensors that can be donated by then, and
     reads that list for the code of the backward and at run time. Goes when a partitioner can decide it.
     """
-    metadata = compilers.forward_metadata(need=need)
+    metadata = compilers.forward_metadata()
     if getattr(metadata, "bw_donated_idxs", None):
         metadata.bw_donated_idxs = []
 

@@ -79,9 +79,9 @@ def _source_shape(source: Any) -> tuple[str, ...]:
     return tuple(steps)
 
 
-extended = functools.partial(autograd_cache.extended, need=need)
-attacher = functools.partial(autograd_cache.attacher, need=need)
-without_autograd_cache = functools.partial(autograd_cache.without_autograd_cache, need=need)
+extended = autograd_cache.extended
+attacher = autograd_cache.attacher
+without_autograd_cache = autograd_cache.without_autograd_cache
 keyed_by_name, checked_entries = cache_contents.keyed_by_name, damaged_entries.checked_entries
 
 

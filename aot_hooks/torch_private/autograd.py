@@ -27,11 +27,11 @@ pop: Callable[[], None] = need("torch._C._autograd._pop_saved_tensors_default_ho
 _top = need("torch._C._autograd._top_saved_tensors_default_hooks")
 _disable = need("torch._C._autograd._saved_tensors_hooks_disable")
 # the number that autograd will give to its next node on this thread
-next_sequence_number: Callable[[], int] = late(need, "torch._C._autograd._get_sequence_nr")
+next_sequence_number: Callable[[], int] = late("torch._C._autograd._get_sequence_nr")
 # whether the backward that runs on this thread may run again (`retain_graph`); True outside of a backward
-keeps_graph: Callable[[], bool] = late(need, "torch._C._autograd._get_current_graph_task_keep_graph")
+keeps_graph: Callable[[], bool] = late("torch._C._autograd._get_current_graph_task_keep_graph")
 # the number of the backward that runs on this thread; -1 outside of one
-current_backward: Callable[[], int] = late(need, "torch._C._current_graph_task_id")
+current_backward: Callable[[], int] = late("torch._C._current_graph_task_id")
 
 # Why hooks are disabled on this thread (`disable_saved_tensors_hooks`); None if they are not.
 disabled_because: Callable[[], str | None] = need("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")
@@ -138,7 +138,7 @@ def softmax_dimension(x: torch.Tensor) -> int | None:
 # --- what the nodes of eager code have saved --------------------------------------------------------------------------
 
 # the node whose backward runs on this thread; None outside of a backward
-current_node: Callable[[], Any] = late(need, "torch._C._current_autograd_node")
+current_node: Callable[[], Any] = late("torch._C._current_autograd_node")
 _PLAIN = (bool, int, float, str, type(None))
 
 

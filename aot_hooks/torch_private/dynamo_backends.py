@@ -10,14 +10,13 @@ works by the same function, but for all backends alike, without their options, a
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from cudagraph.torch_private import compilers
 
 from .symbols import need
 
-exchange_callbacks = functools.partial(compilers.exchange_callbacks, need=need)
+exchange_callbacks = compilers.exchange_callbacks
 
 Callback = Any  # of Dynamo; None and False stand for no compilation
 

@@ -24,9 +24,9 @@ IN_PLANNED_ORDER = {"reorder_for_peak_memory": False}
 
 Inductor's estimate does not know what a kernel writes over. It has moved copies of 128 MiB up into the peak.
 """
-mode_options = functools.partial(compilers.mode_options, need=need)
-partitioned_by = functools.partial(compilers.partitioned_by, need=need)
-custom_partitioner = functools.partial(compilers.custom_partitioner, need=need)
+mode_options = compilers.mode_options
+partitioned_by = compilers.partitioned_by
+custom_partitioner = compilers.custom_partitioner
 
 
 def config_keys() -> set[str]:
@@ -97,7 +97,7 @@ def compile_stock(
             return inner(graph, *args, **kwargs)
 
     if capture is not None:
-        return compilers.compile_inductor(gm, inputs, capture(inner_compile), patches, need=need)
+        return compilers.compile_inductor(gm, inputs, capture(inner_compile), patches)
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
     compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches or None)
     return compiled

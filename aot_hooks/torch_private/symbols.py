@@ -1,7 +1,4 @@
-"""`need(path)` looks up a private symbol of torch, see `cudagraph/torch_private/symbols.py`.
-
-Functions of `cudagraph.torch_private` that both packages call take `need`, so that each package raises its own error.
-"""
+"""`need(path)` looks up a private symbol of torch, see `cudagraph/torch_private/symbols.py`."""
 
 from __future__ import annotations
 
@@ -9,4 +6,5 @@ from cudagraph.torch_private import symbols
 
 from ..errors import UnsupportedTorchError
 
-need = symbols.needing("aot_hooks", UnsupportedTorchError)
+symbols.errors["aot_hooks"] = UnsupportedTorchError
+need = symbols.need

@@ -6,7 +6,6 @@ Versions 2.11 to 2.15.
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,11 +35,11 @@ def module_call_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
 pytree = need("torch.utils._pytree")
 FakeTensor = need("torch._subclasses.fake_tensor.FakeTensor")
 HigherOrderOperator = need("torch._ops.HigherOrderOperator")
-without_modes = functools.partial(cuda.without_modes, need=need)
-is_traceable_subclass: Callable[[Any], bool] = late(need, "torch.utils._python_dispatch.is_traceable_wrapper_subclass")
+without_modes = cuda.without_modes
+is_traceable_subclass: Callable[[Any], bool] = late("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
 # a context: decompositions in Python, which symbolic sizes need
-python_dispatcher: Callable[[], Any] = late(need, "torch._dispatch.python.enable_python_dispatcher")
-no_autocast: Callable[[], Any] = late(need, "torch._C._DisableAutocast")  # a context
+python_dispatcher: Callable[[], Any] = late("torch._dispatch.python.enable_python_dispatcher")
+no_autocast: Callable[[], Any] = late("torch._C._DisableAutocast")  # a context
 
 
 def is_traced_value(x: torch.Tensor) -> bool:
@@ -232,7 +231,7 @@ class SizeNumbers:
 
 # --- operators by name ------------------------------------------------------------------------------------------------
 
-operator_names: Callable[[], list[str]] = late(need, "torch._C._dispatch_get_all_op_names")  # as "aten::add.Tensor"
+operator_names: Callable[[], list[str]] = late("torch._C._dispatch_get_all_op_names")  # as "aten::add.Tensor"
 _OPERATORS = (need("torch._ops.OpOverload"), need("torch._ops.OpOverloadPacket"))
 
 

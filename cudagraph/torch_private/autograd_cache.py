@@ -109,7 +109,7 @@ def _extensions_here() -> list[Extension]:
 
 
 @contextlib.contextmanager
-def extended(extension: Extension, need: Callable[[str], Any] = need) -> Iterator[None]:
+def extended(extension: Extension) -> Iterator[None]:
     """A context in which compilations of this thread go through torch's cache with `extension`."""
     with need("torch._dynamo.convert_frame.compile_lock"):
         extension.thread = threading.get_ident()
@@ -172,17 +172,17 @@ def _patched(module: Any) -> Iterator[None]:
         del cache.iterate_over_candidates  # inherited
 
 
-def attacher(name: str, need: Callable[[str], Any] = need) -> Callable[[bytes], None] | None:
+def attacher(name: str) -> Callable[[bytes], None] | None:
     """While AOTAutograd compiles a forward or an inference graph: a function that puts data into the entry to be made.
 
     The data goes into the forward's metadata. torch stores that as it is, also where it makes the entry at the first
     backward. A second call replaces the data. None outside of a compilation.
     """
-    metadata = forward_metadata(need=need)
+    metadata = forward_metadata()
     return None if metadata is None else functools.partial(setattr, metadata, name)
 
 
-def without_autograd_cache(need: Callable[[str], Any] = need) -> Any:
+def without_autograd_cache() -> Any:
     """torch's cache of AOTAutograd's results off; Inductor's own cache of code stays on."""
     return need("torch._functorch.config").patch({"enable_autograd_cache": False})
 

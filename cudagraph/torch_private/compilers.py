@@ -20,7 +20,7 @@ _exchanging = threading.Lock()
 # --- AOTAutograd ---
 
 
-def forward_metadata(need: Callable[[str], Any] = need) -> Any:
+def forward_metadata() -> Any:
     """AOTAutograd's `ViewAndMutationMeta` of the forward or inference graph that it compiles; None outside of that."""
     return getattr(need("torch._guards.TracingContext").try_get(), "fw_metadata", None)
 
@@ -74,7 +74,6 @@ def min_cut_partition(
     *,
     merge_repeats: bool = True,
     whole_budget: bool = False,
-    need: Callable[[str], Any] = need,
     **kwargs: Any,
 ) -> tuple[GraphModule, GraphModule]:
     """torch's own partition.
@@ -97,7 +96,6 @@ def compile_aten(
     backward: Callable[..., Any],
     inference: Callable[..., Any],
     partition: Callable[..., Any],
-    need: Callable[[str], Any] = need,
 ) -> Callable[..., Any]:
     """AOTAutograd with a compiler for each kind of graph; mutations of inputs stay in inference graphs."""
     return need("torch._dynamo.backends.common.aot_autograd")(
@@ -140,7 +138,7 @@ def compiled_count() -> int:
     return int(need("torch._dynamo.utils.counters")["frames"]["total"])
 
 
-def exchange_callbacks(exchanged: Callable[[Any], Any], need: Callable[[str], Any] = need) -> Callable[[], None]:
+def exchange_callbacks(exchanged: Callable[[Any], Any]) -> Callable[[], None]:
     """Have compiled functions called with `exchanged(callback)`, in all threads; returns what ends it, in any order.
 
     Each such call asks `_callback_from_stance` for its callback, in 2.11 to 2.15. Goes when torch has a hook for it.
@@ -173,7 +171,7 @@ callable_of: Callable[[Any], Callable[[list[Any]], Any]] = operator.attrgetter("
 reason_of_inductor: Callable[[Any], str | None] = operator.attrgetter("disabled_cudagraphs_reason")
 
 
-def mode_options(mode: str | None, need: Callable[[str], Any] = need) -> dict[str, Any]:
+def mode_options(mode: str | None) -> dict[str, Any]:
     """Inductor's settings for `torch.compile(mode=...)`. Raises `RuntimeError` for an unknown mode."""
     return {} if mode in (None, "default") else dict(need("torch._inductor.list_mode_options")(mode))
 
@@ -183,7 +181,6 @@ def compile_inductor(
     inputs: Sequence[Any],
     inner_compile: Callable[..., Any],
     patches: dict[str, Any],
-    need: Callable[[str], Any] = need,
 ) -> Callable[..., Any]:
     """Inductor without CUDA graphs of its own. Call it where AOTAutograd's cache is off, or extended: the cache by
     itself would return a graph that is not captured."""
@@ -191,14 +188,12 @@ def compile_inductor(
     return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches | {"triton.cudagraphs": False})
 
 
-def custom_partitioner(patches: dict[str, Any], need: Callable[[str], Any] = need) -> Any:
+def custom_partitioner(patches: dict[str, Any]) -> Any:
     """The partitioner that the user has set, in `patches` or in Inductor's configuration; None: torch's own."""
     return patches.get("custom_partitioner_fn", need("torch._inductor.config.custom_partitioner_fn"))
 
 
-def partitioned_by(
-    fn: Callable[..., Any], key: str, users: Any = None, need: Callable[[str], Any] = need
-) -> dict[str, Any]:
+def partitioned_by(fn: Callable[..., Any], key: str, users: Any = None) -> dict[str, Any]:
     """Inductor settings by which `fn` splits joint graphs; `key` is its identity for torch's caches.
 
     `users`: the user's partitioner that `fn` calls, whose identity is part of it.

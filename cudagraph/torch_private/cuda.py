@@ -102,15 +102,15 @@ def storage_key(x: torch.Tensor) -> int | None:
     return identity(x.untyped_storage()) if x.layout is torch.strided else None
 
 
-def set_boxed(gm: GraphModule, need: Callable[[str], Any] = need) -> None:
+def set_boxed(gm: GraphModule) -> None:
     """Have `gm.forward` take one list, which it empties, so that arguments can be freed early."""
     gm.graph.set_codegen(need("torch.fx.graph._BoxedCodeGen")())
     gm.recompile()
 
 
-def boxed(gm: GraphModule, need: Callable[[str], Any] = need) -> Callable[[list[Any]], Any]:
+def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """`gm` as it is, as a callable with one list as argument, see `set_boxed`."""
-    set_boxed(gm, need)
+    set_boxed(gm)
     forward = gm.forward
 
     def run(inputs: list[Any]) -> Any:
@@ -120,24 +120,24 @@ def boxed(gm: GraphModule, need: Callable[[str], Any] = need) -> Callable[[list[
     return run
 
 
-def without_modes(need: Callable[[str], Any] = need) -> Any:
+def without_modes() -> Any:
     """A context in which operators are real, whatever fake or tracing mode is on."""
     return need("torch.utils._python_dispatch._disable_current_modes")()
 
 
 # --- a whole step ---
 
-flatten: Callable[[Any], tuple[list[Any], Any]] = late(need, "torch.utils._pytree.tree_flatten")
-unflatten: Callable[[Any, Any], Any] = late(need, "torch.utils._pytree.tree_unflatten")
+flatten: Callable[[Any], tuple[list[Any], Any]] = late("torch.utils._pytree.tree_flatten")
+unflatten: Callable[[Any, Any], Any] = late("torch.utils._pytree.tree_unflatten")
 # A number that is another one after each change of a dict.
-dict_version: Callable[[dict[Any, Any]], int] = late(need, "torch._C._dynamo.guards.dict_version")
-dispatch_modes: Callable[[], int] = late(need, "torch._C._len_torch_dispatch_stack")  # how many are on
+dict_version: Callable[[dict[Any, Any]], int] = late("torch._C._dynamo.guards.dict_version")
+dispatch_modes: Callable[[], int] = late("torch._C._len_torch_dispatch_stack")  # how many are on
 # The modes of `torch.overrides` that are on, such as `torch.set_default_device` makes.
-function_modes: Callable[[], list[Any]] = late(need, "torch.overrides._get_current_function_mode_stack")
-without_functions: Callable[[], Any] = late(need, "torch._C.DisableTorchFunction")  # a context without these modes
-capturable_devices: Callable[[], list[str]] = late(need, "torch.optim.optimizer._get_capturable_supported_devices")
+function_modes: Callable[[], list[Any]] = late("torch.overrides._get_current_function_mode_stack")
+without_functions: Callable[[], Any] = late("torch._C.DisableTorchFunction")  # a context without these modes
+capturable_devices: Callable[[], list[str]] = late("torch.optim.optimizer._get_capturable_supported_devices")
 # The saved-tensor hooks that are on: called with False, the innermost pair, or None.
-top_saved_tensor_hooks: Callable[[bool], Any] = late(need, "torch._C._autograd._top_saved_tensors_default_hooks")
+top_saved_tensor_hooks: Callable[[bool], Any] = late("torch._C._autograd._top_saved_tensors_default_hooks")
 # The hooks of a tensor on its gradient; its `__dict__` lacks them.
 gradient_hooks = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -152,10 +152,10 @@ def update_scaler(scaler: torch.amp.GradScaler) -> None:
 
 
 # Whether a class of tensors has its data in other tensors, as a `DTensor` has.
-wraps_tensors: Callable[[type], bool] = late(need, "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type")
+wraps_tensors: Callable[[type], bool] = late("torch.utils._python_dispatch.is_traceable_wrapper_subclass_type")
 
 
-fake_mode: Callable[[], Any] = late(need, "torch._guards.active_fake_mode")  # None if operators are real
+fake_mode: Callable[[], Any] = late("torch._guards.active_fake_mode")  # None if operators are real
 
 
 def dispatching(run: Callable[[Any, Any, Any], Any]) -> Any:
@@ -223,23 +223,23 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 # --- the allocator and capture ---
 # Their signatures are the same from 2.11 to 2.15. They go when torch has public checkpoints and use counts.
 
-storage_use_count: Callable[[int], int] = late(need, "torch._C._storage_Use_Count")
-foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = late(need, "torch._foreach_copy_")
-foreach_mul: Callable[[Any, Any], Any] = late(need, "torch._foreach_mul")
-foreach_div: Callable[[Any, Any], Any] = late(need, "torch._foreach_div")
-foreach_addcmul: Callable[[Any, Any, Any], Any] = late(need, "torch._foreach_addcmul")
-foreach_addcmul_: Callable[[Any, Any, Any], Any] = late(need, "torch._foreach_addcmul_")
-foreach_mul_: Callable[[Any, torch.Tensor], Any] = late(need, "torch._foreach_mul_")
-graph_task_id: Callable[[], int] = late(need, "torch._C._current_graph_task_id")  # -1 outside of a backward
-forward_mode: Callable[[], bool] = late(need, "torch._C._is_fwd_grad_enabled")
+storage_use_count: Callable[[int], int] = late("torch._C._storage_Use_Count")
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = late("torch._foreach_copy_")
+foreach_mul: Callable[[Any, Any], Any] = late("torch._foreach_mul")
+foreach_div: Callable[[Any, Any], Any] = late("torch._foreach_div")
+foreach_addcmul: Callable[[Any, Any, Any], Any] = late("torch._foreach_addcmul")
+foreach_addcmul_: Callable[[Any, Any, Any], Any] = late("torch._foreach_addcmul_")
+foreach_mul_: Callable[[Any, torch.Tensor], Any] = late("torch._foreach_mul_")
+graph_task_id: Callable[[], int] = late("torch._C._current_graph_task_id")  # -1 outside of a backward
+forward_mode: Callable[[], bool] = late("torch._C._is_fwd_grad_enabled")
 # A context: operators neither record history nor count versions. Entering it takes 0.5 us.
-below_autograd: Callable[[], Any] = late(need, "torch._C._AutoDispatchBelowADInplaceOrView")
-without_autocast: Callable[[], Any] = late(need, "torch._C._DisableAutocast")  # a context
-negated: Callable[[torch.Tensor], torch.Tensor] = late(need, "torch._neg_view")
-clear_cublas_workspaces: Callable[[], None] = late(need, "torch._C._cuda_clearCublasWorkspaces")
+below_autograd: Callable[[], Any] = late("torch._C._AutoDispatchBelowADInplaceOrView")
+without_autocast: Callable[[], Any] = late("torch._C._DisableAutocast")  # a context
+negated: Callable[[torch.Tensor], torch.Tensor] = late("torch._neg_view")
+clear_cublas_workspaces: Callable[[], None] = late("torch._C._cuda_clearCublasWorkspaces")
 # A storage over memory that it does not own.
 storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = late(
-    need, "torch._C._construct_storage_from_data_pointer"
+    "torch._C._construct_storage_from_data_pointer"
 )
 
 

@@ -23,7 +23,7 @@ LAST_TIMED_ITERATION = 10
 NEVER = (1 << 31) - 1  # iterations between two that are timed after that
 BY_DEFAULT = 100  # the same, as torch has it; nobody can read what a program has set
 
-default_store: Callable[[], Any] = late(need, "torch.distributed.distributed_c10d._get_default_store")
+default_store: Callable[[], Any] = late("torch.distributed.distributed_c10d._get_default_store")
 
 
 def _backends(group: Any) -> list[Any]:

@@ -1,8 +1,8 @@
 """Private symbols of torch: `need` looks one up, and `rows_of` lists those that a file uses.
 
-    need("torch._y.z")         the symbol, or an error with its path and the function that needs it
-    has("torch._v")            whether this torch has it: not every tested torch does
-    late(need, "torch._C._x")  the function, looked up when the file is imported
+    need("torch._y.z")   the symbol, or an error with its path and the function that needs it
+    has("torch._v")      whether this torch has it: not every tested torch does
+    late("torch._C._x")  the function, looked up when the file is imported
 
 Nothing keeps the list by hand: it is read off the sources. So a path is written out where it is needed.
 """
@@ -14,17 +14,18 @@ import contextlib
 import functools
 import importlib
 import re
-import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import UnsupportedTorchError
 
+# What a missing symbol raises, by package. `aot_hooks` adds its own error: it calls functions of this folder, too.
+errors: dict[str, type[Exception]] = {"cudagraph": UnsupportedTorchError}
 TESTED = ("2.11.0", "2.13.0", "2.15.0")
 _PATH = re.compile(r"torch(\.\w+)+")
 # Symbols that a build without CUDA lacks.
@@ -49,33 +50,32 @@ def has(path: str) -> bool:
     return True
 
 
-def needing(package: str, error: type[Exception]) -> Callable[[str], Any]:
-    """`need(path)` of a package: returns a symbol, or raises `error` with its path, what needs it and `TESTED`."""
-
-    def need(path: str) -> Any:
-        try:
-            return resolve(path)
-        except ImportError:
-            raise error(
-                f"torch {torch.__version__} has no {path}, which {package} needs in {_asking(sys._getframe(1))}; "
-                f"tested with torch {', '.join(TESTED)}: install one of them, or report this version"
-            ) from None
-
-    return need
+def need(path: str) -> Any:
+    """The private symbol at `path`. Without it raises the error of the package that asks, which names the function."""
+    try:
+        return resolve(path)
+    except ImportError:
+        package, function = _asking()
+        raise errors[package](
+            f"torch {torch.__version__} has no {path}, which {package} needs in {function}; "
+            f"tested with torch {', '.join(TESTED)}: install one of them, or report this version"
+        ) from None
 
 
-def _asking(frame: FrameType) -> str:
-    """The function outside of this file that asks for a symbol: "mode_options of compilers.py"."""
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-        frame = frame.f_back
-    file, name = Path(frame.f_code.co_filename).name, frame.f_code.co_name
-    return file if name == "<module>" else f"{name} of {file}"
+def _asking() -> tuple[str, str]:
+    """The package that asks for a symbol, and the function that does, "mode_options of compilers.py".
+
+    Functions of this folder ask for the package that has called them.
+    """
+    frames = [frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_filename != __file__]
+    code, names = frames[0].f_code, (frame.f_globals.get("__name__", "") for frame in frames)
+    packages = (name.partition(".")[0] for name in names if not name.startswith(f"{__package__}."))
+    file = Path(code.co_filename).name
+    function = file if code.co_name == "<module>" else f"{code.co_name} of {file}"
+    return next(filter(errors.get, packages), "cudagraph"), function
 
 
-need = needing("cudagraph", UnsupportedTorchError)
-
-
-def late(need: Callable[[str], Any], path: str) -> Callable[..., Any]:
+def late(path: str) -> Callable[..., Any]:
     """The callable at `path`, looked up now for speed. If torch has none: a function that raises when it is called, so
     that a package can be imported on any torch."""
     try:

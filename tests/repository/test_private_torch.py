@@ -14,15 +14,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import private_attributes
 import pytest
 
 import aot_hooks
 import cudagraph
+from aot_hooks import options
 from aot_hooks.__main__ import env_data
-from aot_hooks.torch_private import inductor
 from cudagraph.torch_private import compilers, symbols
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,7 +216,7 @@ def test_each_private_part_is_listed(path: str) -> None:
     ("source", "listed", "optional"),
     [
         ("def f(): return need('torch.fx.x')", {"torch.fx.x": ["f"]}, set()),
-        ("x = late(need, 'torch._y')", {"torch._y": ["x"]}, set()),
+        ("x = late('torch._y')", {"torch._y": ["x"]}, set()),
         ("class A:\n    x = torch._C._x\ny: int = torch._C._x", {"torch._C._x": ["A", "y"]}, set()),
         ("def f(): torch._C._x(1).shape", {"torch._C._x": ["f"]}, set()),
         ("def f(): return has('torch._y') and torch._y", {"torch._y": ["f"]}, {"torch._y"}),
@@ -286,25 +286,33 @@ def test_an_attribute_is_found_where_instances_have_it(owner: str, name: str, fo
 
 
 @pytest.mark.core
-def test_a_missing_symbol_raises_the_error_of_the_package_that_needs_it() -> None:
-    for package, error, need in (
-        ("aot_hooks", aot_hooks.errors.UnsupportedTorchError, aot_hooks.torch_private.symbols.need),
-        ("cudagraph", cudagraph.UnsupportedTorchError, symbols.need),
-    ):
-        where = "test_a_missing_symbol_raises_the_error_of_the_package_that_needs_it of test_private_torch.py"
-        what = f"has no torch._nothing, which {package} needs in {where}; tested with torch"
-        with pytest.raises(error, match=what):
-            need("torch._nothing")
-        with pytest.raises(error, match=what):
-            symbols.late(need, "torch._nothing")(1, x=2)
+@pytest.mark.parametrize(
+    ("package", "error"),
+    [("aot_hooks", aot_hooks.errors.UnsupportedTorchError), ("cudagraph", cudagraph.UnsupportedTorchError)],
+)
+@pytest.mark.parametrize("how", ["need(path)", "late(path)(1, x=2)"])
+def test_a_missing_symbol_raises_the_error_of_the_package_that_needs_it(how: str, package: str, error: Any) -> None:
+    scope = {"__name__": f"{package}.some_file", "need": symbols.need, "late": symbols.late}
+    exec(f"def look_up(path):\n    return {how}", scope)
+    what = rf"has no torch\._nothing, which {package} needs in look_up of .*; tested with torch"
+    with pytest.raises(error, match=what):
+        scope["look_up"]("torch._nothing")  # type: ignore[operator]
+
+
+@pytest.mark.core
+def test_a_caller_of_no_package_gets_the_error_of_cudagraph() -> None:
+    where = "test_a_caller_of_no_package_gets_the_error_of_cudagraph of test_private_torch.py"
+    with pytest.raises(cudagraph.UnsupportedTorchError, match=f"which cudagraph needs in {where};"):
+        symbols.need("torch._nothing")
 
 
 def test_functions_of_both_packages_raise_the_error_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor
 
     monkeypatch.delattr(torch._inductor, "list_mode_options")
-    with pytest.raises(aot_hooks.errors.UnsupportedTorchError, match="aot_hooks needs in mode_options of"):
-        inductor.mode_options("max-autotune")
+    with pytest.raises(aot_hooks.errors.OptionError, match="aot_hooks needs in mode_options of") as raised:
+        options.inductor_patches(options.Options(), "max-autotune")
+    assert isinstance(raised.value.__cause__, aot_hooks.errors.UnsupportedTorchError)
     with pytest.raises(cudagraph.UnsupportedTorchError, match="cudagraph needs in mode_options of"):
         compilers.mode_options("max-autotune")
 
