@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import logging
 import pathlib
-import pkgutil
 import platform
 import sys
 import traceback
@@ -65,11 +64,9 @@ def env_data() -> dict[str, Any]:
 
 
 def _private_symbols(package: types.ModuleType) -> Iterator[dict[str, Any]]:
-    for found in pkgutil.iter_modules(package.torch_private.__path__):
-        file = importlib.import_module(f"{package.__name__}.torch_private.{found.name}")
-        if hasattr(file, "SYMBOLS"):
-            for row in symbols.rows_of(package.__name__, file.SYMBOLS, file.PROTOCOLS):
-                yield {**row._asdict(), "found": row.status == "ok"}
+    for file in sorted(pathlib.Path(package.torch_private.__path__[0]).glob("*.py")):
+        for row in symbols.rows_of(package.__name__, file.read_text(encoding="utf-8")):
+            yield {**row._asdict(), "found": row.status == "ok"}
 
 
 def env(options: argparse.Namespace) -> None:
@@ -98,9 +95,7 @@ def env(options: argparse.Namespace) -> None:
 
 
 def _symbol_line(row: dict[str, Any]) -> str:
-    versions = "" if row["tested"] == symbols.TESTED else f"; torch {', '.join(row['tested'])}"
-    used = f"{row['package']}: {row['needed_for']}{versions}"
-    return f"  {row['status']:7} {row['path']} ({used}) {row['link']}"
+    return f"  {row['status']:7} {row['path']} ({row['package']}: {row['needed_for']})"
 
 
 def report(options: argparse.Namespace) -> None:

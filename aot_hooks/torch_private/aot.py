@@ -23,45 +23,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from cudagraph.torch_private import compilers
 from cudagraph.torch_private.cuda import boxed
-from cudagraph.torch_private.symbols import Needed, has
+from cudagraph.torch_private.symbols import has
 
-from .symbols import needing
+from .symbols import need
 from .values import HigherOrderOperator
-
-SYMBOLS: dict[str | Needed, str] = {
-    "options['inner'] = 'aten'": "torch._dynamo.backends.common.aot_autograd torch.fx.graph._BoxedCodeGen",
-    "the partition that is rewritten": "torch._functorch.partitioners.min_cut_rematerialization_partition",
-    "storing graphs of options['inner'] = 'aten'": "torch._inductor.output_code.OutputCode "
-    "torch.fx.graph_module._forward_from_src "
-    "torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache "
-    "torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler",
-    "trying hooks for a budget": "torch.fx._lazy_graph_module._LazyGraphModule",
-    "regions that compute the same": "torch._functorch.config torch._functorch.config.cse",
-    "options['recompute_pointwise']": "torch._functorch.config "
-    "torch._functorch.config.ban_recompute_materialized_backward",
-    "two versions of a graph": "torch._guards.TracingContext torch._guards.tracing",
-    "predicting the bytes of a backward": "torch._functorch.partitioners._is_tangent",
-    Needed("computing attention again", ("2.15.0",)): "torch._functorch.partitioners.is_nonzero_dropout_sdpa",
-    Needed("telling that a backward holds its tangents", ("2.11.0",)): "torch._functorch._aot_autograd."
-    "runtime_wrappers._backward_prologue_functional",
-    "warning of hooks around other backends": "torch._functorch._aot_autograd.graph_compile."
-    "maybe_inline_graph_saved_tensors_hooks",
-}
-PROTOCOLS = {
-    "storing graphs of options['inner'] = 'aten'": {
-        "torch._inductor.output_code.OutputCode": "prepare_for_serialization post_compile set_triton_bundle",
-    },
-    "two versions of a graph": {"torch._guards.TracingContext": "try_get fakify_first_call"},
-    "a second backward (retain_graph)": {
-        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": "bw_donated_idxs",
-    },
-    "options['check']": {
-        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": "input_info",
-        "torch._functorch._aot_autograd.schemas.InputAliasInfo": "mutates_data mutates_storage_metadata",
-    },
-}
-
-need = needing(SYMBOLS)
 
 
 def min_cut_partition(
@@ -72,7 +37,7 @@ def min_cut_partition(
     torch runs a random operator that it computes again with a state of the generator, by an operator of higher order
     that no compiler fuses or reads. 2.11 to 2.14 do so by the tag alone, which attention has without dropout, too.
     """
-    split = functools.partial(compilers.min_cut_partition, need=need)
+    split = compilers.min_cut_partition
     if has("torch._functorch.partitioners.is_nonzero_dropout_sdpa"):
         return split(joint, inputs, **kwargs)
     for node in joint.graph.nodes:
@@ -161,7 +126,7 @@ def compile_graph(
     """
 
     def as_it_is(graph_module: GraphModule, _inputs: Any) -> Any:
-        run = boxed(graph_module, need=need)
+        run = boxed(graph_module)
         return _aten_code_class()(run, graph_module) if stored else run
 
     def announced(compiler: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,7 +146,7 @@ def compile_graph(
     # entries hold the graphs themselves, and are made when the forward is compiled
     patches = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True} if stored else {}
     with need("torch._functorch.config").patch(patches):
-        return compilers.compile_aten(gm, inputs, partition=partition, need=need, **using)
+        return compilers.compile_aten(gm, inputs, partition=partition, **using)
 
 
 @contextlib.contextmanager
@@ -287,7 +252,7 @@ def second_compilation() -> Iterator[None]:
 
 def written_inputs() -> tuple[int, ...]:
     """Inputs of the graph that was compiled last, or taken from the cache, that it writes to; 2.11 to 2.15."""
-    infos = getattr(compilers.forward_metadata(need=need), "input_info", ())
+    infos = getattr(compilers.forward_metadata(), "input_info", ())
     return tuple(i for i, info in enumerate(infos) if info.mutates_data or info.mutates_storage_metadata)
 
 
@@ -308,7 +273,7 @@ def donate_nothing() -> None:
     Call it when the forward is compiled. AOTAutograd has listed the saved tensors that can be donated by then, and
     reads that list for the code of the backward and at run time. Goes when a partitioner can decide it.
     """
-    metadata = compilers.forward_metadata(need=need)
+    metadata = compilers.forward_metadata()
     if getattr(metadata, "bw_donated_idxs", None):
         metadata.bw_donated_idxs = []
 

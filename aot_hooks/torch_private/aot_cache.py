@@ -16,26 +16,8 @@ import torch
 
 from cudagraph.torch_private import autograd_cache, cache_contents, damaged_entries
 
-from .symbols import needing
+from .symbols import need
 from .values import FakeTensor, SizeNumbers
-
-SYMBOLS = {
-    "caching graphs with hooks": "torch._dynamo.convert_frame.compile_lock "
-    "torch._functorch._aot_autograd.autograd_cache "
-    "torch._functorch._aot_autograd.autograd_cache.should_use_local_autograd_cache .should_use_remote_autograd_cache "
-    "torch._guards.TracingContext torch._inductor.codecache.torch_key .extract_tensor_metadata_for_cache_key "
-    "torch._inductor.runtime.triton_compat.triton_key",
-    "saying why a graph was not in the cache": "torch._functorch.config torch._inductor.config "
-    "torch._inductor.runtime.runtime_utils.cache_dir",
-    "keeping torch's cache away from graphs it has no key for": "torch._functorch.config.enable_autograd_cache",
-}
-PROTOCOLS = {
-    "caching graphs with hooks": {
-        "torch._functorch._aot_autograd.schemas.AOTConfig": "aot_autograd_arg_pos_to_source static_input_indices",
-    },
-}
-
-need = needing(SYMBOLS)
 
 
 @functools.cache
@@ -97,9 +79,9 @@ def _source_shape(source: Any) -> tuple[str, ...]:
     return tuple(steps)
 
 
-extended = functools.partial(autograd_cache.extended, need=need)
-attacher = functools.partial(autograd_cache.attacher, need=need)
-without_autograd_cache = functools.partial(autograd_cache.without_autograd_cache, need=need)
+extended = autograd_cache.extended
+attacher = autograd_cache.attacher
+without_autograd_cache = autograd_cache.without_autograd_cache
 keyed_by_name, checked_entries = cache_contents.keyed_by_name, damaged_entries.checked_entries
 
 

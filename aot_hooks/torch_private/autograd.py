@@ -17,37 +17,8 @@ import torch
 from cudagraph.torch_private.symbols import late
 
 from .dynamo import untraced
-from .symbols import needing
+from .symbols import need
 from .values import no_autocast, pytree, without_modes
-
-SYMBOLS = {
-    "entering a context": "torch._C._autograd._push_saved_tensors_default_hooks",
-    "leaving a context": "torch._C._autograd._pop_saved_tensors_default_hooks",
-    "reading the innermost context": "torch._C._autograd._top_saved_tensors_default_hooks",
-    "running a graph whose hooks are inlined": "torch._C._autograd._saved_tensors_hooks_disable "
-    "._saved_tensors_hooks_enable ._saved_tensors_hooks_get_disabled_error_message",
-    "the scope of torch's own contexts": "torch._functorch.config",
-    "policies by module in eager parts": "torch._C._autograd._get_sequence_nr",
-    "tensors that offload leaves on the device": "torch._C._autograd._get_current_graph_task_keep_graph",
-    "steps of many calls under a budget": "torch._C._current_graph_task_id "
-    "torch._dynamo.compiled_autograd torch.autograd.Variable._execution_engine",
-    "options['check']": "torch._dynamo.compiled_autograd torch.autograd.Variable._execution_engine",
-    "which operator of eager code reads a saved tensor": "torch._C._current_autograd_node torch._C._FunctionBase "
-    "torch._C._autograd.SavedTensor torch._subclasses.fake_tensor.FakeTensorMode",
-}
-PROTOCOLS = {
-    "which operator of eager code reads a saved tensor": {
-        "torch._C._autograd.SavedTensor": "data",
-        "torch.autograd.graph.Node torch._C._FunctionBase": "_input_metadata",
-    },
-    "policies by module in eager parts": {"torch.autograd.graph.Node torch._C._FunctionBase": "_sequence_nr"},
-    "the end of a compiled graph's backward": {
-        "torch.autograd.function.BackwardCFunction": "_forward_cls",
-        "torch._dynamo.compiled_autograd": "in_compiled_autograd_region",
-    },
-}
-
-need = needing(SYMBOLS)
 
 _Pack = Callable[[torch.Tensor], Any]
 _Unpack = Callable[[Any], torch.Tensor]
@@ -56,11 +27,11 @@ pop: Callable[[], None] = need("torch._C._autograd._pop_saved_tensors_default_ho
 _top = need("torch._C._autograd._top_saved_tensors_default_hooks")
 _disable = need("torch._C._autograd._saved_tensors_hooks_disable")
 # the number that autograd will give to its next node on this thread
-next_sequence_number: Callable[[], int] = late(need, "torch._C._autograd._get_sequence_nr")
+next_sequence_number: Callable[[], int] = late("torch._C._autograd._get_sequence_nr")
 # whether the backward that runs on this thread may run again (`retain_graph`); True outside of a backward
-keeps_graph: Callable[[], bool] = late(need, "torch._C._autograd._get_current_graph_task_keep_graph")
+keeps_graph: Callable[[], bool] = late("torch._C._autograd._get_current_graph_task_keep_graph")
 # the number of the backward that runs on this thread; -1 outside of one
-current_backward: Callable[[], int] = late(need, "torch._C._current_graph_task_id")
+current_backward: Callable[[], int] = late("torch._C._current_graph_task_id")
 
 # Why hooks are disabled on this thread (`disable_saved_tensors_hooks`); None if they are not.
 disabled_because: Callable[[], str | None] = need("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")
@@ -167,7 +138,7 @@ def softmax_dimension(x: torch.Tensor) -> int | None:
 # --- what the nodes of eager code have saved --------------------------------------------------------------------------
 
 # the node whose backward runs on this thread; None outside of a backward
-current_node: Callable[[], Any] = late(need, "torch._C._current_autograd_node")
+current_node: Callable[[], Any] = late("torch._C._current_autograd_node")
 _PLAIN = (bool, int, float, str, type(None))
 
 

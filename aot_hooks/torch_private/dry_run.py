@@ -12,24 +12,8 @@ from typing import Any
 import torch
 
 from .dynamo import code_being_compiled, entries_of, invalidate
-from .symbols import needing
+from .symbols import need
 from .values import FakeTensor, is_traced_value, pytree
-
-SYMBOLS = {
-    "telling fake tensors from real ones": "torch._subclasses.fake_tensor.FakeTensor",
-    "aot_hooks.plan": "torch._C._dynamo.eval_frame.reset_code torch._dynamo.pgo.get_code_state "
-    "torch._subclasses.fake_tensor.FakeTensorMode torch._ops.HigherOrderOperator "
-    "torch._higher_order_ops.utils.registered_hop_fake_fns torch.fx.experimental.symbolic_shapes.ShapeEnv "
-    "torch._dynamo.convert_frame.register_bytecode_hook",
-}
-PROTOCOLS = {
-    "aot_hooks.plan": {
-        "torch._subclasses.fake_tensor.FakeTensorMode": "from_tensor allow_non_fake_inputs",
-        "torch._subclasses.fake_tensor.FakeTensor": "fake_mode",
-    },
-}
-
-need = needing(SYMBOLS)
 
 
 @functools.cache

@@ -20,44 +20,7 @@ from torch.fx import GraphModule
 
 from cudagraph.torch_private import compilers
 
-from .symbols import needing
-
-SYMBOLS = {
-    "another plan for a budget": "torch._C._dynamo.eval_frame.reset_code torch._dynamo.eval_frame._stance "
-    "torch._C._dynamo.eval_frame._debug_get_cache_entry_list torch._dynamo.guards.DeletedGuardManagerWrapper "
-    "torch._dynamo.config",
-    "saying that Dynamo compiles a function no more": "torch._dynamo.config torch._dynamo.convert_frame._compile",
-    "contexts inside a compiled function": "torch._dynamo.assume_constant_result torch._dynamo.comptime.comptime",
-    "errors of contexts inside a compiled function": "torch._dynamo.exc.BackendCompilerFailed",
-    "reports of scripts with a module that cannot be planned": "torch._dynamo.exc.TorchDynamoException",
-    "reports of scripts": "torch._dynamo.symbolic_convert._import_module",
-    "following torch._dynamo.reset()": "torch._dynamo.eval_frame torch._dynamo.eval_frame.cached_backends",
-    "warnings of functions that Dynamo left to Python": "torch._dynamo.utils.counters",
-    "names given by code that Dynamo left to Python": "torch._dynamo.eval_frame.skip_code",
-    "entering a context where Dynamo would compile that": "torch._C._dynamo.eval_frame.set_eval_frame",
-    "from a compiled function to its options and plans": "torch._TorchCompileWrapper ._TorchCompileInductorWrapper "
-    "torch._TorchCompileWrapper.__call__ torch._dynamo.convert_frame._compile "
-    "torch._dynamo.convert_frame.CatchErrorsWrapper.__call__",
-}
-PROTOCOLS = {
-    "another plan for a budget": {
-        "torch._C._dynamo.eval_frame._CacheEntry": "guard_manager backend",
-        "torch._dynamo.guards.GuardManagerWrapper": "extra_state",
-        "torch._C._dynamo.eval_frame._ExtraState": "invalidate",
-    },
-    "saying that Dynamo compiles a function no more": {
-        "torch._dynamo.cache_size.CacheSizeRelevantForFrame": "num_cache_entries_with_same_id_matched_objs",
-    },
-    "from a compiled function to its options and plans": {
-        "torch._TorchCompileWrapper": "compiler_name compiler_fn kwargs",
-        "torch._dynamo.convert_frame.CatchErrorsWrapper": "_torchdynamo_orig_backend",
-        "torch._dynamo.eval_frame.OptimizedModule": "dynamo_ctx",
-        "torch._dynamo.eval_frame._TorchDynamoContext": "callback",
-        "torch.nn.Module": "_compiled_call_impl",
-    },
-}
-
-need = needing(SYMBOLS)
+from .symbols import need
 
 
 def left_to_python() -> dict[str, int]:

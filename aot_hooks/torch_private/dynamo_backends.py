@@ -10,29 +10,13 @@ works by the same function, but for all backends alike, without their options, a
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from cudagraph.torch_private import compilers
 
-from .symbols import needing
+from .symbols import need
 
-SYMBOLS = {
-    "aot_hooks.enable": "torch._TorchCompileInductorWrapper torch._dynamo.convert_frame.catch_errors_wrapper "
-    "torch._dynamo.eval_frame torch._dynamo.eval_frame._callback_from_stance .get_compiler_fn .innermost_backend "
-    "torch._C._dynamo.eval_frame.get_eval_frame_callback",
-}
-PROTOCOLS = {
-    "aot_hooks.enable": {
-        "torch._dynamo.convert_frame.CatchErrorsWrapper": "_torchdynamo_orig_backend hooks",
-        "torch._dynamo.convert_frame.ConvertFrame": "_clone_with_backend _inner_convert",
-        "torch._dynamo.convert_frame.ConvertFrameAssert": "_clone_with_backend _package",
-        "torch._TorchCompileInductorWrapper": "config get_compiler_config reset",
-    },
-}
-
-need = needing(SYMBOLS)
-exchange_callbacks = functools.partial(compilers.exchange_callbacks, need=need)
+exchange_callbacks = compilers.exchange_callbacks
 
 Callback = Any  # of Dynamo; None and False stand for no compilation
 

@@ -17,31 +17,7 @@ import torch
 
 from . import autograd
 from .dynamo_trace import output_graph, pending_changes
-from .symbols import needing
-
-SYMBOLS = {
-    "telling when a hook changes": "torch._C._set_grad_enabled .DisableTorchFunction torch._dynamo.config "
-    "torch._dynamo.exc.FailOnRecompileLimitHit",
-    "tracing a hook as one graph": "torch._dynamo.optimize_assert",
-    "saying why a hook cannot be traced": "torch._dynamo.exc.Unsupported",
-    "leaving probes out of Dynamo's counts": "torch._dynamo.utils.counters",
-    "telling what a hook reads": "torch._guards.TracingContext",
-}
-PROTOCOLS = {
-    "tracing a hook as one graph": {"torch._dynamo.eval_frame.OptimizeContext": "fullgraph"},
-    "telling what a hook reads": {
-        "torch._dynamo.output_graph.OutputGraph": "global_scope random_calls variable_tracker_cache",
-        "torch._guards.TracingContext": "try_get guards_context",
-        "torch._guards.GuardsContext": "dynamo_guards",
-        "torch._guards.Guard": "originating_source",
-        "torch._dynamo.source.AttrSource": "name base member",
-        "torch._dynamo.source.GetItemSource": "base index",
-        "torch._dynamo.source.GlobalSource": "name global_name",
-        "torch._dynamo.variables.builder.GraphArg": "source",
-    },
-}
-
-need = needing(SYMBOLS)
+from .symbols import need
 
 # returns the error of Dynamo's recompile limit
 limit_error: Callable[[], type[Exception]] = functools.partial(need, "torch._dynamo.exc.FailOnRecompileLimitHit")

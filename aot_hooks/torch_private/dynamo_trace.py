@@ -19,46 +19,8 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cudagraph.torch_private.cuda import storage_key
 
-from .symbols import needing
+from .symbols import need
 from .values import FakeTensor
-
-SYMBOLS = {
-    "globals of hooks made inside a compiled function": "torch._dynamo.source.GlobalStateSource",
-    "recompiling when a hook inside a compiled function changes": "torch._dynamo.guards.install_guard",
-    "graphs for calls under hooks of others": "torch._guards.TracingContext",
-}
-PROTOCOLS = {
-    "contexts inside a compiled function": {
-        "torch._dynamo.comptime.ComptimeContext": "get_local _i_will_not_complain_if_bc_breaks_InstructionTranslator",
-        "torch._dynamo.comptime.ComptimeVar": "_i_will_not_complain_if_bc_breaks_VariableTracker",
-        "torch._dynamo.symbolic_convert.InstructionTranslator": "output",
-        "torch._dynamo.output_graph.OutputGraph": "side_effects root_tracer current_tracer global_scope",
-        "torch._dynamo.output_graph.SubgraphTracer": "graph source_fn_stack",
-        "torch._dynamo.side_effects.SideEffects": "id_to_variable store_attr_mutations is_modified load_cell",
-        "torch._dynamo.variables.base.VariableTracker": "source realize mutation_type python_type as_python_constant "
-        "var_getattr|tp_getattro_impl",
-        "torch._dynamo.variables.base.AttributeMutationNew .AttributeMutationExisting": "__name__",
-        "torch._dynamo.variables.base.ValueMutationExisting": "__name__",
-        "torch._dynamo.variables.misc.NewGlobalVariable .CellVariable": "__name__",
-        "torch._dynamo.variables.lists.TupleVariable torch._dynamo.variables.dicts.ConstDictVariable": "items",
-        "torch._dynamo.variables.user_defined.UserDefinedObjectVariable": "value",
-        "torch._dynamo.variables.tensor.SymNodeVariable": "sym_num",
-        "torch._dynamo.variables.functions.UserMethodVariable": "fn obj|im_self",
-        "torch._dynamo.variables.functions.NestedUserFunctionVariable": "closure f_globals fn_name get_code defaults "
-        "kwdefaults",
-        "torch._dynamo.variables.functions.FunctoolsPartialVariable": "func args keywords",
-        "torch._dynamo.variables.builder.GraphArg": "example fake_tensor",
-        "torch._subclasses.fake_tensor.FakeTensor": "_version",
-    },
-    "recompiling when a hook inside a compiled function changes": {
-        "torch._dynamo.source.GlobalSource": "name make_guard",
-        "torch._dynamo.guards.GuardBuilder": "get_guard_manager",
-        "torch._guards.Guard": "user_stack",
-        "torch._C._dynamo.guards.GuardManager": "add_lambda_guard",
-    },
-}
-
-need = needing(SYMBOLS)
 
 _Build = Callable[[list[Any]], Any]  # the values of parts that come from outside -> the whole value
 _Parts = list[tuple[Any, Any]]  # (source, value) of each part

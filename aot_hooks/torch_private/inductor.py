@@ -14,38 +14,19 @@ from torch.fx import GraphModule
 
 from cudagraph.torch_private import compilers
 from cudagraph.torch_private.damaged_entries import checked_entries
-from cudagraph.torch_private.symbols import Protocols, Symbols
 
 from .inductor_fusion import choices, kernels_are_decided, marks_of, order_pass, pads_no_rows
 from .inductor_lowering import register_operators
-from .symbols import needing
-
-SYMBOLS: Symbols = {
-    "options['inner'] = 'inductor'": "torch._inductor.compile_fx.compile_fx .compile_fx_inner "
-    "torch._inductor.config.custom_partitioner_fn torch._inductor.custom_graph_pass.CustomPartitionerFn",
-    "kernels that pack without holding memory": "torch._inductor.virtualized.V",
-    "mode=": "torch._inductor.list_mode_options",
-    "tracing hooks for Inductor": "torch._inductor.decomposition.select_decomp_table",
-    "random hooks under Inductor": "torch._inductor.config.fallback_random "
-    "torch._inductor.fx_passes.replace_random.replace_random_passes",
-    "names given by checkpoint_name under Inductor": "torch._inductor.config.joint_custom_pre_pass "
-    "torch._inductor.custom_graph_pass.CustomGraphPass",
-    "options['inductor']": "torch._inductor.config",
-}
-PROTOCOLS: Protocols = {
-    "kernels that pack without holding memory": {"torch._inductor.virtualized._V": "set_choices_handler graph"},
-}
+from .symbols import need
 
 IN_PLANNED_ORDER = {"reorder_for_peak_memory": False}
 """Inductor settings by which kernels run in the order of the graph, in which live bytes were counted to split them.
 
 Inductor's estimate does not know what a kernel writes over. It has moved copies of 128 MiB up into the peak.
 """
-
-need = needing(SYMBOLS)
-mode_options = functools.partial(compilers.mode_options, need=need)
-partitioned_by = functools.partial(compilers.partitioned_by, need=need)
-custom_partitioner = functools.partial(compilers.custom_partitioner, need=need)
+mode_options = compilers.mode_options
+partitioned_by = compilers.partitioned_by
+custom_partitioner = compilers.custom_partitioner
 
 
 def config_keys() -> set[str]:
@@ -73,7 +54,7 @@ def first_joint_pass(fn: Callable[[Any], None], patches: dict[str, Any]) -> dict
     """
     name = "joint_custom_pre_pass"
     base = need("torch._inductor.custom_graph_pass.CustomGraphPass")
-    users = patches.get(name, need(f"torch._inductor.config.{name}"))
+    users = patches.get(name, need("torch._inductor.config.joint_custom_pre_pass"))
     users = tuple(users) if isinstance(users, (list, tuple)) else () if users is None else (users,)
 
     def run(graph: Any) -> None:
@@ -116,7 +97,7 @@ def compile_stock(
             return inner(graph, *args, **kwargs)
 
     if capture is not None:
-        return compilers.compile_inductor(gm, inputs, capture(inner_compile), patches, need=need)
+        return compilers.compile_inductor(gm, inputs, capture(inner_compile), patches)
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
     compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches or None)
     return compiled

@@ -15,42 +15,8 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from cudagraph.torch_private import compilers
-from cudagraph.torch_private.symbols import Protocols, Symbols
 
-from .symbols import needing
-
-SYMBOLS: Symbols = {
-    "kernels that pack without holding memory": "torch._inductor.choices.InductorChoices "
-    "torch._inductor.dependencies.MemoryDep torch._inductor.virtualized.V",
-    "kernels that pack in time": "torch._inductor.config torch._inductor.codegen.triton.FixedTritonConfig",
-    "keeping copies of offload where they were planned": "torch._inductor.custom_graph_pass "
-    "torch._inductor.config._pre_fusion_custom_pass torch._inductor.dependencies.WeakDep",
-    "an order of kernels with a low peak": "torch._inductor.dependencies.StarDep",
-}
-PROTOCOLS: Protocols = {
-    "kernels that pack without holding memory": {
-        "torch._inductor.choices.InductorChoices": "can_fuse should_use_persistent_reduction triton_kernel_kwargs",
-        "torch._inductor.codegen.simd_kernel_features.SIMDKernelFeatures": (
-            "reduction_nodes get_reduction_hint numel reduction_numel"
-        ),
-        "torch._inductor.graph.GraphLowering": "sizevars graph_inputs get_dep_size_hint",
-        "torch._inductor.sizevars.SizeVarAllocator": "statically_known_leq",
-        "torch._inductor.dependencies.MemoryDep": "name size num_vars normalize",
-        "torch._inductor.dependencies.ReadWrites": "reads_and_writes",
-        "torch._inductor.custom_graph_pass.CustomGraphPass": "uuid",
-        "torch._inductor.ir.IRNode": "origins",
-    },
-    "keeping copies of offload where they were planned": {
-        "torch._inductor.scheduler.BaseSchedulerNode": (
-            "node scheduler read_writes get_nodes get_name get_buffer_names is_extern is_template add_fake_dep"
-        ),
-        "torch._inductor.scheduler.SchedulerNode": "refresh_dependencies",
-        "torch._inductor.scheduler.Scheduler": "nodes topological_sort_schedule compute_ancestors",
-        "torch._inductor.ir.FallbackKernel": "op_overload",
-    },
-}
-
-need = needing(SYMBOLS)
+from .symbols import need
 
 FROM_HOOK = "aot_hooks_from_hook"  # on nodes that a hook put into the graph
 ALONE = "aot_hooks_alone"  # on nodes that are fused only with nodes of the same mark

@@ -13,33 +13,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from cudagraph.torch_private.symbols import Protocols, Symbols
+from .symbols import need
 
-from .symbols import needing
-
-SYMBOLS: Symbols = {
-    "copies of offload in kernels' memory": "torch._inductor.virtualized.V",
-    "sums of chunks in one tensor": "torch._inductor.lowering.fallback_handler torch._inductor.virtualized.V",
-    "operators that Inductor compiles as one loop": "torch._inductor.ir.Pointwise .TensorBox "
-    "torch._inductor.lowering.register_lowering .fallback_handler .lowerings torch._inductor.virtualized.ops",
-}
-PROTOCOLS: Protocols = {
-    "copies of offload in kernels' memory": {
-        "torch._inductor.graph.GraphLowering": "unaligned_buffers never_reuse_buffers",
-        "torch._inductor.ir.TensorBox": "get_name",
-    },
-    "sums of chunks in one tensor": {
-        "torch._inductor.graph.GraphLowering": "current_node",
-        "torch._inductor.ir.TensorBox": "realize",
-    },
-    "operators that Inductor compiles as one loop": {
-        "torch._inductor.ir.TensorBox": "get_size get_device make_loader",
-        "torch._inductor.ir.Pointwise": "create",
-        "torch._inductor.sizevars.SizeVarAllocator": "statically_known_equals",
-    },
-}
-
-need = needing(SYMBOLS)
 ALIGNMENT = 16  # bytes that a kernel loads at once
 _lowerings: list[tuple[Any, Callable[[], Callable[..., Any]]]] = []  # of operators, not registered yet
 

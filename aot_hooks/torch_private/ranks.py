@@ -12,12 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .symbols import needing
+from .symbols import need
 
-SYMBOLS = {"budgets of several ranks": "torch.distributed.distributed_c10d._get_default_store"}
-PROTOCOLS: dict[str, dict[str, str]] = {"budgets of several ranks": {}}
-
-need = needing(SYMBOLS)
 _PREFIX = "aot_hooks: "
 
 

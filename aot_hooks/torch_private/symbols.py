@@ -1,14 +1,10 @@
-"""`needing(SYMBOLS)` returns `need(path)`, which looks up a private symbol of torch that the file's table lists.
-
-Functions of `cudagraph.torch_private` that both packages call take `need`, so that each package raises its own error.
-"""
+"""`need(path)` looks up a private symbol of torch, see `cudagraph/torch_private/symbols.py`."""
 
 from __future__ import annotations
-
-import functools
 
 from cudagraph.torch_private import symbols
 
 from ..errors import UnsupportedTorchError
 
-needing = functools.partial(symbols.needing, package="aot_hooks", error=UnsupportedTorchError)
+symbols.errors["aot_hooks"] = UnsupportedTorchError
+need = symbols.need

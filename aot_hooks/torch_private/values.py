@@ -6,7 +6,6 @@ Versions 2.11 to 2.15.
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,46 +17,7 @@ from torch.fx import GraphModule
 from cudagraph.torch_private import cuda
 from cudagraph.torch_private.symbols import late
 
-from .symbols import needing
-
-SYMBOLS = {
-    "telling fake tensors from real ones": "torch._is_functional_tensor torch._subclasses.fake_tensor.FakeTensor",
-    "telling modules that are being called": "torch.nn.Module._call_impl",
-    "tracing hooks without the caller's autocast": "torch._C._DisableAutocast",
-    "policies by operator": "torch._C._dispatch_get_all_op_names ._dispatch_has_kernel_for_dispatch_key "
-    "torch._ops.OpOverload .OpOverloadPacket",
-    "hooks that pack into tensor subclasses": "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
-    "telling a hook that reads values": "torch._subclasses.fake_tensor.DataDependentOutputException "
-    ".DynamicOutputShapeException torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode",
-    "tracing hooks on symbolic sizes": "torch._dispatch.python.enable_python_dispatcher",
-    "digests of constants": "torch.utils._python_dispatch._disable_current_modes",
-    "comparing sizes while tracing": "torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing "
-    "torch.fx.experimental.symbolic_shapes.statically_known_true",
-    "tracing a hook for a key": "torch._guards.TracingContext torch._subclasses.fake_tensor.FakeTensorMode",
-    "hooks that hold higher-order ops": "torch._ops.HigherOrderOperator",
-    "what pack may return": "torch.utils._pytree",
-    "graphs in torch's structured trace": "torch._logging.trace_structured",
-    "telling a hook that makes sizes of values": "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols",
-}
-PROTOCOLS = {
-    "tracing a hook for a key": {
-        "torch._guards.TracingContext": "try_get fake_mode",
-        "torch._subclasses.fake_tensor.FakeTensor": "constant",
-        "torch._subclasses.fake_tensor.FakeTensorMode": "allow_non_fake_inputs shape_env",
-    },
-    "hooks that make sizes of values": {
-        "torch.fx.experimental.symbolic_shapes.ShapeEnv": "pending_fresh_unbacked_symbols",
-    },
-    "rows with symbolic sizes": {"torch.fx.experimental.sym_node.SymNode": "expr hint has_hint"},
-    "ranges of indices along symbolic sizes": {
-        "torch.fx.experimental.sym_node.SymNode": "shape_env",
-        "torch.fx.experimental.symbolic_shapes.ShapeEnv": "bound_sympy",
-    },
-    "telling what operators do to their arguments": {"torch._ops.OpOverload": "_schema"},
-    "telling who shares memory": {"torch.UntypedStorage": "_cdata"},
-}
-
-need = needing(SYMBOLS)
+from .symbols import need
 
 # --- modules that are being called ------------------------------------------------------------------------------------
 
@@ -75,11 +35,11 @@ def module_call_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
 pytree = need("torch.utils._pytree")
 FakeTensor = need("torch._subclasses.fake_tensor.FakeTensor")
 HigherOrderOperator = need("torch._ops.HigherOrderOperator")
-without_modes = functools.partial(cuda.without_modes, need=need)
-is_traceable_subclass: Callable[[Any], bool] = late(need, "torch.utils._python_dispatch.is_traceable_wrapper_subclass")
+without_modes = cuda.without_modes
+is_traceable_subclass: Callable[[Any], bool] = late("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
 # a context: decompositions in Python, which symbolic sizes need
-python_dispatcher: Callable[[], Any] = late(need, "torch._dispatch.python.enable_python_dispatcher")
-no_autocast: Callable[[], Any] = late(need, "torch._C._DisableAutocast")  # a context
+python_dispatcher: Callable[[], Any] = late("torch._dispatch.python.enable_python_dispatcher")
+no_autocast: Callable[[], Any] = late("torch._C._DisableAutocast")  # a context
 
 
 def is_traced_value(x: torch.Tensor) -> bool:
@@ -271,7 +231,7 @@ class SizeNumbers:
 
 # --- operators by name ------------------------------------------------------------------------------------------------
 
-operator_names: Callable[[], list[str]] = late(need, "torch._C._dispatch_get_all_op_names")  # as "aten::add.Tensor"
+operator_names: Callable[[], list[str]] = late("torch._C._dispatch_get_all_op_names")  # as "aten::add.Tensor"
 _OPERATORS = (need("torch._ops.OpOverload"), need("torch._ops.OpOverloadPacket"))
 
 
@@ -288,3 +248,8 @@ def schema_of(op: Any) -> Any:
 def is_composite(name: str) -> bool:
     """Whether operator `name` is always decomposed, so that autograd and AOTAutograd never see it."""
     return bool(need("torch._C._dispatch_has_kernel_for_dispatch_key")(name, "CompositeImplicitAutograd"))
+
+
+def decompositions(operators: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """torch's tensor code for `operators`."""
+    return dict(need("torch._decomp.get_decompositions")(operators))

@@ -25,33 +25,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..errors import UnsupportedTorchError
 from .compilers import forward_metadata, no_cudagraphs
 from .damaged_entries import checked_entries
-from .symbols import needing
-
-SYMBOLS = {
-    "storing captured graphs": "torch._dynamo.convert_frame.compile_lock torch._guards.TracingContext "
-    "torch._inductor.config torch._functorch._aot_autograd.autograd_cache "
-    "torch._functorch._aot_autograd.autograd_cache.autograd_cache_key .BypassAOTAutogradCache "
-    ".should_bundle_autograd_cache .AOTAutogradCache._lookup .iterate_over_candidates",
-    "keeping torch's cache away from captures that it cannot store": "torch._functorch.config "
-    "torch._functorch.config.enable_autograd_cache",
-}
-PROTOCOLS = {
-    "storing captured graphs": {
-        "torch._functorch._aot_autograd.autograd_cache.GenericAOTAutogradResult": "compiled_fw compiled_bw "
-        "runtime_metadata maybe_subclass_meta",
-        "torch._functorch._aot_autograd.autograd_cache.CompiledForward": "post_compile",
-        "torch._functorch._aot_autograd.autograd_cache.CompiledBackward": "post_compile backward_state_indices",
-        "torch._functorch._aot_autograd.schemas.SubclassMeta": "fw_metadata",
-        "torch._functorch._aot_autograd.schemas.AOTConfig": "static_input_indices",
-    },
-}
-
-need = needing(SYMBOLS, "cudagraph", UnsupportedTorchError)
-
-_CACHE = "torch._functorch._aot_autograd.autograd_cache"
+from .symbols import need
 
 
 class Entry:
@@ -122,7 +98,7 @@ class Extension:
 
 def bypass(why: str) -> NoReturn:
     """Called by an extension: torch then compiles this graph without its cache."""
-    raise need(f"{_CACHE}.BypassAOTAutogradCache")(why)
+    raise need("torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache")(why)
 
 
 _extensions: list[Extension] = []  # those in force, the outermost first; changed under Dynamo's compile lock
@@ -133,14 +109,15 @@ def _extensions_here() -> list[Extension]:
 
 
 @contextlib.contextmanager
-def extended(extension: Extension, need: Callable[[str], Any] = need) -> Iterator[None]:
+def extended(extension: Extension) -> Iterator[None]:
     """A context in which compilations of this thread go through torch's cache with `extension`."""
     with need("torch._dynamo.convert_frame.compile_lock"):
         extension.thread = threading.get_ident()
         _extensions.append(extension)
         try:
+            module = need("torch._functorch._aot_autograd.autograd_cache")
             with checked_entries() as extension.damaged_files:
-                with _patched(need(_CACHE)) if len(_extensions) == 1 else contextlib.nullcontext():
+                with _patched(module) if len(_extensions) == 1 else contextlib.nullcontext():
                     yield
         finally:
             _extensions.pop()
@@ -195,17 +172,17 @@ def _patched(module: Any) -> Iterator[None]:
         del cache.iterate_over_candidates  # inherited
 
 
-def attacher(name: str, need: Callable[[str], Any] = need) -> Callable[[bytes], None] | None:
+def attacher(name: str) -> Callable[[bytes], None] | None:
     """While AOTAutograd compiles a forward or an inference graph: a function that puts data into the entry to be made.
 
     The data goes into the forward's metadata. torch stores that as it is, also where it makes the entry at the first
     backward. A second call replaces the data. None outside of a compilation.
     """
-    metadata = forward_metadata(need=need)
+    metadata = forward_metadata()
     return None if metadata is None else functools.partial(setattr, metadata, name)
 
 
-def without_autograd_cache(need: Callable[[str], Any] = need) -> Any:
+def without_autograd_cache() -> Any:
     """torch's cache of AOTAutograd's results off; Inductor's own cache of code stays on."""
     return need("torch._functorch.config").patch({"enable_autograd_cache": False})
 
@@ -227,6 +204,6 @@ def why_captures_are_not_cached() -> str:
         return "a cudagraph_policy is set, which changes what Inductor compiled"
     if config.freezing and not torch.is_grad_enabled():
         return "parameters are frozen"
-    if need(f"{_CACHE}.should_bundle_autograd_cache")():
+    if need("torch._functorch._aot_autograd.autograd_cache.should_bundle_autograd_cache")():
         return "torch bundles compiled code with its entries"
     return ""

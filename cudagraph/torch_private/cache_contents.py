@@ -14,22 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..errors import UnsupportedTorchError
 from .cuda import overloads_of
-from .symbols import needing
-
-SYMBOLS = {
-    "keeping graphs out of torch's cache whose key would not tell them apart": "torch._ops.HigherOrderOperator "
-    "torch._functorch._aot_autograd.autograd_cache.check_node_safe .BypassAOTAutogradCache "
-    "torch._library.custom_ops.OPDEFS torch._C._dispatch_has_kernel_for_dispatch_key",
-}
-PROTOCOLS = {
-    "keeping graphs out of torch's cache whose key would not tell them apart": {
-        "torch._library.custom_ops.CustomOpDef": "_backward_fn _torch_dispatch_fns",
-    },
-}
-
-need = needing(SYMBOLS, "cudagraph", UnsupportedTorchError)
+from .symbols import need
 
 # namespaces of torch's own operators, which its version covers
 TORCH_OPERATORS = frozenset(

@@ -13,53 +13,14 @@ import torch
 from torch.fx import GraphModule
 
 from ..errors import UnsupportedTorchError
-from .symbols import Needed, has, needing
+from .symbols import has, need
 
-SYMBOLS: dict[str | Needed, str] = {
-    "telling parameters from other inputs of a graph": "torch._guards.TracingContext",
-    "replaying inference graphs without AOTAutograd's runtime": "torch._subclasses.fake_tensor.FakeTensor",
-    "replaying without AOTAutograd's runtime": "torch._functorch._aot_autograd.schemas.SubclassCreationMeta",
-    "options['inner'] = 'aten'": "torch._functorch.partitioners.min_cut_rematerialization_partition "
-    "torch._functorch.config torch._functorch.config.cse torch._dynamo.backends.common.aot_autograd",
-    "mode=": "torch._inductor.list_mode_options",
-    "options['inner'] = 'inductor'": "torch._inductor.compile_fx.compile_fx .compile_fx_inner torch._inductor.config "
-    "torch._inductor.utils.BoxedBool torch._inductor.output_code.CompiledFxGraph "
-    "torch._inductor.config.custom_partitioner_fn torch._inductor.custom_graph_pass.CustomPartitionerFn",
-    "finding calls of compiled functions in a whole step": "torch._dynamo.eval_frame "
-    "torch._dynamo.eval_frame._callback_from_stance",
-    "telling whether a call compiled something": "torch._dynamo.utils.counters",
-    "capturing the pieces that Inductor cuts": "torch._inductor.utils.align_inputs_from_check_idxs",
-    Needed("cudagraph.Policy", ("2.13.0", "2.15.0")): "torch._inductor.cudagraph_utils.CUDAGraphPolicy "
-    "torch._inductor.config.cudagraph_policy",
-}
-PROTOCOLS = {
-    "finding the code that Dynamo compiles": {
-        "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-        "torch._dynamo.eval_frame._TorchDynamoContext": "_torchdynamo_orig_callable",
-        "torch._dynamo.eval_frame.DisableContext": "_torchdynamo_orig_callable",
-    },
-    "telling parameters and aliases of a graph": {
-        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": "static_input_indices input_info num_forward "
-        "subclass_inp_meta subclass_fw_graph_out_meta num_outputs_aliased num_intermediate_bases dynamic_outputs "
-        "tokens is_rng_op_functionalized num_graphsafe_rng_states grad_enabled_mutation",
-        "torch._functorch._aot_autograd.schemas.InputAliasInfo": "mutates_data mutates_metadata "
-        "mutates_storage_metadata",
-    },
-    "options['inner'] = 'inductor'": {
-        "torch._inductor.output_code.CompiledFxGraph": "current_callable mutated_input_idxs constants partition_maps "
-        "disabled_cudagraphs_reason compiled_fn_runner inputs_to_check fx_kwargs _fx_graph_cache_key "
-        "_fx_graph_cache_debug_lines _time_taken_ns guards_expr",
-        "torch._inductor.utils.GraphPartitionMap": "input_index_mapping output_index_mapping",
-    },
-}
-
-need = needing(SYMBOLS, "cudagraph", UnsupportedTorchError)
 _exchanging = threading.Lock()
 
 # --- AOTAutograd ---
 
 
-def forward_metadata(need: Callable[[str], Any] = need) -> Any:
+def forward_metadata() -> Any:
     """AOTAutograd's `ViewAndMutationMeta` of the forward or inference graph that it compiles; None outside of that."""
     return getattr(need("torch._guards.TracingContext").try_get(), "fw_metadata", None)
 
@@ -113,7 +74,6 @@ def min_cut_partition(
     *,
     merge_repeats: bool = True,
     whole_budget: bool = False,
-    need: Callable[[str], Any] = need,
     **kwargs: Any,
 ) -> tuple[GraphModule, GraphModule]:
     """torch's own partition.
@@ -136,7 +96,6 @@ def compile_aten(
     backward: Callable[..., Any],
     inference: Callable[..., Any],
     partition: Callable[..., Any],
-    need: Callable[[str], Any] = need,
 ) -> Callable[..., Any]:
     """AOTAutograd with a compiler for each kind of graph; mutations of inputs stay in inference graphs."""
     return need("torch._dynamo.backends.common.aot_autograd")(
@@ -179,7 +138,7 @@ def compiled_count() -> int:
     return int(need("torch._dynamo.utils.counters")["frames"]["total"])
 
 
-def exchange_callbacks(exchanged: Callable[[Any], Any], need: Callable[[str], Any] = need) -> Callable[[], None]:
+def exchange_callbacks(exchanged: Callable[[Any], Any]) -> Callable[[], None]:
     """Have compiled functions called with `exchanged(callback)`, in all threads; returns what ends it, in any order.
 
     Each such call asks `_callback_from_stance` for its callback, in 2.11 to 2.15. Goes when torch has a hook for it.
@@ -212,7 +171,7 @@ callable_of: Callable[[Any], Callable[[list[Any]], Any]] = operator.attrgetter("
 reason_of_inductor: Callable[[Any], str | None] = operator.attrgetter("disabled_cudagraphs_reason")
 
 
-def mode_options(mode: str | None, need: Callable[[str], Any] = need) -> dict[str, Any]:
+def mode_options(mode: str | None) -> dict[str, Any]:
     """Inductor's settings for `torch.compile(mode=...)`. Raises `RuntimeError` for an unknown mode."""
     return {} if mode in (None, "default") else dict(need("torch._inductor.list_mode_options")(mode))
 
@@ -222,7 +181,6 @@ def compile_inductor(
     inputs: Sequence[Any],
     inner_compile: Callable[..., Any],
     patches: dict[str, Any],
-    need: Callable[[str], Any] = need,
 ) -> Callable[..., Any]:
     """Inductor without CUDA graphs of its own. Call it where AOTAutograd's cache is off, or extended: the cache by
     itself would return a graph that is not captured."""
@@ -230,15 +188,12 @@ def compile_inductor(
     return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches | {"triton.cudagraphs": False})
 
 
-def custom_partitioner(patches: dict[str, Any], need: Callable[[str], Any] = need) -> Any:
+def custom_partitioner(patches: dict[str, Any]) -> Any:
     """The partitioner that the user has set, in `patches` or in Inductor's configuration; None: torch's own."""
-    name = "custom_partitioner_fn"
-    return patches.get(name, need(f"torch._inductor.config.{name}"))
+    return patches.get("custom_partitioner_fn", need("torch._inductor.config.custom_partitioner_fn"))
 
 
-def partitioned_by(
-    fn: Callable[..., Any], key: str, users: Any = None, need: Callable[[str], Any] = need
-) -> dict[str, Any]:
+def partitioned_by(fn: Callable[..., Any], key: str, users: Any = None) -> dict[str, Any]:
     """Inductor settings by which `fn` splits joint graphs; `key` is its identity for torch's caches.
 
     `users`: the user's partitioner that `fn` calls, whose identity is part of it.
@@ -361,8 +316,9 @@ def stored_as(run: Callable[..., Any], code: Any) -> None:
 
 def inductor_policy_class() -> type:
     """The base class of policies for CUDA graphs; `object` on a torch without them."""
-    path = "torch._inductor.cudagraph_utils.CUDAGraphPolicy"
-    return need(path) if has(path) else object
+    if not has("torch._inductor.cudagraph_utils.CUDAGraphPolicy"):
+        return object
+    return need("torch._inductor.cudagraph_utils.CUDAGraphPolicy")
 
 
 def need_inductor_policy() -> None:

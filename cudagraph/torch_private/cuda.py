@@ -21,65 +21,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..errors import UnsupportedTorchError
-from .symbols import Needed, has, late, needing
+from . import symbols
+from .symbols import has, late
 
-SYMBOLS: dict[str | Needed, str] = {
-    "telling what the operators of a graph do": "torch._ops.OpOverload .OpOverloadPacket .HigherOrderOperator",
-    "operators that cannot be captured": "torch._inductor.utils.is_cudagraph_unsafe_fx_node",
-    "sizes that come from a tensor's values": "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols",
-    "sizes that the parts of a graph share": "torch.fx.experimental.symbolic_shapes.free_symbols",
-    "freeing inputs early": "torch.fx.graph._BoxedCodeGen",
-    "constants of graphs": "torch.utils._python_dispatch._disable_current_modes",
-    "telling which outputs are alive": "torch._C._storage_Use_Count",
-    "copying inputs": "torch._foreach_copy_ torch._C._AutoDispatchBelowADInplaceOrView",
-    "reading numbers on the device": "torch._foreach_mul ._foreach_mul_ ._foreach_div "
-    "._foreach_addcmul ._foreach_addcmul_",
-    "telling when a step ends": "torch._C._current_graph_task_id torch._C._is_fwd_grad_enabled "
-    "torch._C._autograd._top_saved_tensors_default_hooks torch._dynamo.mutation_guard.GenerationTracker "
-    "torch._guards.TracingContext torch._inductor.cudagraph_trees.MarkStepBox",
-    "running the rest of a step without graphs": "torch._C._DisableAutocast",
-    "outputs at their recorded addresses": "torch._C._construct_storage_from_data_pointer",
-    Needed("telling inputs that moved, fast", cuda=True): "torch._C._tensors_data_ptrs_at_indices_equal",
-    "outputs that are negated views": "torch._neg_view",
-    Needed("errors of outputs that were overwritten", cuda=True): "torch._C._set_storage_data_ptr_access_error_msg",
-    Needed("held outputs", ("2.13.0", "2.15.0")): "torch.UntypedStorage._swap_data_ptr_",
-    "finding a thread's trees in its backward": "torch._C._stash_obj_in_tls ._get_obj_in_tls ._is_key_in_tls",
-    Needed("the memory of captures", cuda=True): "torch._C._cuda_beginAllocateCurrentThreadToPool "
-    "._cuda_endAllocateToPool ._cuda_releasePool ._cuda_getCheckpointState ._cuda_setCheckpointPoolState "
-    "._cuda_cudaCachingAllocator_raw_delete ._cuda_checkPoolLiveAllocations ._free_And_Remove_DeleterFn "
-    "._cuda_clearCublasWorkspaces",
-    Needed("replaying", cuda=True): "torch._C._CUDAGraph.replay",
-    Needed("PYTORCH_NO_CUDA_MEMORY_CACHING", ("2.15.0",), cuda=True): "torch._C._cuda_cudaCachingAllocator_is_enabled",
-    "a capture with accumulators of its own": "torch._C.DisableTorchFunction",
-    "watching the operators of a step": "torch.utils._python_dispatch.TorchDispatchMode "
-    ".is_traceable_wrapper_subclass_type torch._guards.active_fake_mode",
-    "telling whether a step reads gradients": "torch.Tensor._make_wrapper_subclass",
-    "what a step is called with": "torch.utils._pytree.tree_flatten .tree_unflatten",
-    "telling what changed between two steps": "torch._C._dynamo.guards.GlobalStateGuard .TensorGuards "
-    "torch._C._dynamo.guards.dict_version "
-    "torch._C._autograd._top_saved_tensors_default_hooks torch._C._len_torch_dispatch_stack "
-    "torch.overrides._get_current_function_mode_stack",
-    "telling whether all modules have got a hook": "torch.nn.modules.module._global_forward_hooks "
-    "._global_forward_pre_hooks ._global_backward_hooks ._global_backward_pre_hooks",
-    "telling whether all optimizers have got a hook": "torch.optim.optimizer._global_optimizer_pre_hooks "
-    "._global_optimizer_post_hooks",
-    "optimizers that can be captured": "torch.optim.optimizer._get_capturable_supported_devices",
-    Needed("replaying on the current stream", cuda=True): "torch._C._cuda_getCurrentRawStream",
-}
-PROTOCOLS = {
-    "telling what changed between two steps": {"torch.Tensor": "_backward_hooks _post_accumulate_grad_hooks"},
-    "a gradient scaler in a step": {"torch.amp.GradScaler": "_per_optimizer_states"},
-    "telling which outputs are alive": {"torch.UntypedStorage": "_cdata"},
-    "telling what the operators of a graph do": {"torch._ops.OpOverload": "_schema"},
-    "telling when a step ends": {
-        "torch._inductor.cudagraph_trees.MarkStepBox": "mark_step_counter",
-        "torch._dynamo.mutation_guard.GenerationTracker": "generation",
-        "torch.autograd.function.BackwardCFunction": "_raw_saved_tensors",
-    },
-}
-
-need = functools.cache(needing(SYMBOLS, "cudagraph", UnsupportedTorchError))
+need = functools.cache(symbols.need)
 
 # --- graphs: what operators are, and what they do ---
 
@@ -157,15 +102,15 @@ def storage_key(x: torch.Tensor) -> int | None:
     return identity(x.untyped_storage()) if x.layout is torch.strided else None
 
 
-def set_boxed(gm: GraphModule, need: Callable[[str], Any] = need) -> None:
+def set_boxed(gm: GraphModule) -> None:
     """Have `gm.forward` take one list, which it empties, so that arguments can be freed early."""
     gm.graph.set_codegen(need("torch.fx.graph._BoxedCodeGen")())
     gm.recompile()
 
 
-def boxed(gm: GraphModule, need: Callable[[str], Any] = need) -> Callable[[list[Any]], Any]:
+def boxed(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """`gm` as it is, as a callable with one list as argument, see `set_boxed`."""
-    set_boxed(gm, need)
+    set_boxed(gm)
     forward = gm.forward
 
     def run(inputs: list[Any]) -> Any:
@@ -175,24 +120,24 @@ def boxed(gm: GraphModule, need: Callable[[str], Any] = need) -> Callable[[list[
     return run
 
 
-def without_modes(need: Callable[[str], Any] = need) -> Any:
+def without_modes() -> Any:
     """A context in which operators are real, whatever fake or tracing mode is on."""
     return need("torch.utils._python_dispatch._disable_current_modes")()
 
 
 # --- a whole step ---
 
-flatten: Callable[[Any], tuple[list[Any], Any]] = late(need, "torch.utils._pytree.tree_flatten")
-unflatten: Callable[[Any, Any], Any] = late(need, "torch.utils._pytree.tree_unflatten")
+flatten: Callable[[Any], tuple[list[Any], Any]] = late("torch.utils._pytree.tree_flatten")
+unflatten: Callable[[Any, Any], Any] = late("torch.utils._pytree.tree_unflatten")
 # A number that is another one after each change of a dict.
-dict_version: Callable[[dict[Any, Any]], int] = late(need, "torch._C._dynamo.guards.dict_version")
-dispatch_modes: Callable[[], int] = late(need, "torch._C._len_torch_dispatch_stack")  # how many are on
+dict_version: Callable[[dict[Any, Any]], int] = late("torch._C._dynamo.guards.dict_version")
+dispatch_modes: Callable[[], int] = late("torch._C._len_torch_dispatch_stack")  # how many are on
 # The modes of `torch.overrides` that are on, such as `torch.set_default_device` makes.
-function_modes: Callable[[], list[Any]] = late(need, "torch.overrides._get_current_function_mode_stack")
-without_functions: Callable[[], Any] = late(need, "torch._C.DisableTorchFunction")  # a context without these modes
-capturable_devices: Callable[[], list[str]] = late(need, "torch.optim.optimizer._get_capturable_supported_devices")
+function_modes: Callable[[], list[Any]] = late("torch.overrides._get_current_function_mode_stack")
+without_functions: Callable[[], Any] = late("torch._C.DisableTorchFunction")  # a context without these modes
+capturable_devices: Callable[[], list[str]] = late("torch.optim.optimizer._get_capturable_supported_devices")
 # The saved-tensor hooks that are on: called with False, the innermost pair, or None.
-top_saved_tensor_hooks: Callable[[bool], Any] = late(need, "torch._C._autograd._top_saved_tensors_default_hooks")
+top_saved_tensor_hooks: Callable[[bool], Any] = late("torch._C._autograd._top_saved_tensors_default_hooks")
 # The hooks of a tensor on its gradient; its `__dict__` lacks them.
 gradient_hooks = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -207,10 +152,10 @@ def update_scaler(scaler: torch.amp.GradScaler) -> None:
 
 
 # Whether a class of tensors has its data in other tensors, as a `DTensor` has.
-wraps_tensors: Callable[[type], bool] = late(need, "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type")
+wraps_tensors: Callable[[type], bool] = late("torch.utils._python_dispatch.is_traceable_wrapper_subclass_type")
 
 
-fake_mode: Callable[[], Any] = late(need, "torch._guards.active_fake_mode")  # None if operators are real
+fake_mode: Callable[[], Any] = late("torch._guards.active_fake_mode")  # None if operators are real
 
 
 def dispatching(run: Callable[[Any, Any, Any], Any]) -> Any:
@@ -278,23 +223,23 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 # --- the allocator and capture ---
 # Their signatures are the same from 2.11 to 2.15. They go when torch has public checkpoints and use counts.
 
-storage_use_count: Callable[[int], int] = late(need, "torch._C._storage_Use_Count")
-foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = late(need, "torch._foreach_copy_")
-foreach_mul: Callable[[Any, Any], Any] = late(need, "torch._foreach_mul")
-foreach_div: Callable[[Any, Any], Any] = late(need, "torch._foreach_div")
-foreach_addcmul: Callable[[Any, Any, Any], Any] = late(need, "torch._foreach_addcmul")
-foreach_addcmul_: Callable[[Any, Any, Any], Any] = late(need, "torch._foreach_addcmul_")
-foreach_mul_: Callable[[Any, torch.Tensor], Any] = late(need, "torch._foreach_mul_")
-graph_task_id: Callable[[], int] = late(need, "torch._C._current_graph_task_id")  # -1 outside of a backward
-forward_mode: Callable[[], bool] = late(need, "torch._C._is_fwd_grad_enabled")
+storage_use_count: Callable[[int], int] = late("torch._C._storage_Use_Count")
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = late("torch._foreach_copy_")
+foreach_mul: Callable[[Any, Any], Any] = late("torch._foreach_mul")
+foreach_div: Callable[[Any, Any], Any] = late("torch._foreach_div")
+foreach_addcmul: Callable[[Any, Any, Any], Any] = late("torch._foreach_addcmul")
+foreach_addcmul_: Callable[[Any, Any, Any], Any] = late("torch._foreach_addcmul_")
+foreach_mul_: Callable[[Any, torch.Tensor], Any] = late("torch._foreach_mul_")
+graph_task_id: Callable[[], int] = late("torch._C._current_graph_task_id")  # -1 outside of a backward
+forward_mode: Callable[[], bool] = late("torch._C._is_fwd_grad_enabled")
 # A context: operators neither record history nor count versions. Entering it takes 0.5 us.
-below_autograd: Callable[[], Any] = late(need, "torch._C._AutoDispatchBelowADInplaceOrView")
-without_autocast: Callable[[], Any] = late(need, "torch._C._DisableAutocast")  # a context
-negated: Callable[[torch.Tensor], torch.Tensor] = late(need, "torch._neg_view")
-clear_cublas_workspaces: Callable[[], None] = late(need, "torch._C._cuda_clearCublasWorkspaces")
+below_autograd: Callable[[], Any] = late("torch._C._AutoDispatchBelowADInplaceOrView")
+without_autocast: Callable[[], Any] = late("torch._C._DisableAutocast")  # a context
+negated: Callable[[torch.Tensor], torch.Tensor] = late("torch._neg_view")
+clear_cublas_workspaces: Callable[[], None] = late("torch._C._cuda_clearCublasWorkspaces")
 # A storage over memory that it does not own.
 storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = late(
-    need, "torch._C._construct_storage_from_data_pointer"
+    "torch._C._construct_storage_from_data_pointer"
 )
 
 
@@ -374,8 +319,8 @@ def torch_marks() -> Any:
 
     Nothing is imported for it.
     """
-    module = sys.modules.get("torch._inductor.cudagraph_trees")
-    return no_marks if module is None else module.MarkStepBox
+    is_imported = "torch._inductor.cudagraph_trees" in sys.modules
+    return need("torch._inductor.cudagraph_trees.MarkStepBox") if is_imported else no_marks
 
 
 def calls_of_dynamo() -> Any:
@@ -383,9 +328,9 @@ def calls_of_dynamo() -> Any:
 
     It is the same in all graphs of one call, also after graph breaks. torch's own trees use it. Else `no_calls`.
     """
-    path = "torch._dynamo.mutation_guard.GenerationTracker"
     compiling = need("torch._guards.TracingContext").try_get() is not None
-    return need(path) if compiling and has(path) else no_calls
+    known = compiling and has("torch._dynamo.mutation_guard.GenerationTracker")
+    return need("torch._dynamo.mutation_guard.GenerationTracker") if known else no_calls
 
 
 def identity(storage: torch.UntypedStorage) -> int:
@@ -394,10 +339,10 @@ def identity(storage: torch.UntypedStorage) -> int:
 
 
 # Whether `tensors[i]` is at `addresses[i]` for each `i` of `indices`. A build without CUDA lacks torch's function.
-pointers_equal: Callable[[Any, Any, Any], bool] = getattr(
-    torch._C,
-    "_tensors_data_ptrs_at_indices_equal",
-    lambda tensors, addresses, indices: all(tensors[i].data_ptr() == addresses[i] for i in indices),
+pointers_equal: Callable[[Any, Any, Any], bool] = (
+    need("torch._C._tensors_data_ptrs_at_indices_equal")
+    if has("torch._C._tensors_data_ptrs_at_indices_equal")
+    else lambda tensors, addresses, indices: all(tensors[i].data_ptr() == addresses[i] for i in indices)
 )
 
 
@@ -406,8 +351,9 @@ def poison(storage: torch.UntypedStorage, message: str) -> None:
     need("torch._C._set_storage_data_ptr_access_error_msg")(storage._cdata, message)
 
 
+@functools.cache
 def can_swap() -> bool:
-    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # 2.13 and later
+    return has("torch.UntypedStorage._swap_data_ptr_")  # 2.13 and later
 
 
 def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
@@ -496,8 +442,9 @@ def bare_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
 def caches_memory() -> bool:
     """Whether CUDA's caching allocator is in use; `PYTORCH_NO_CUDA_MEMORY_CACHING` turns it off."""
-    name = "torch._C._cuda_cudaCachingAllocator_is_enabled"
-    return not has(name) or bool(need(name)())
+    if not has("torch._C._cuda_cudaCachingAllocator_is_enabled"):  # 2.15 and later
+        return True
+    return bool(torch._C._cuda_cudaCachingAllocator_is_enabled())
 
 
 def raw_stream(device: torch.device) -> Callable[[], int]:

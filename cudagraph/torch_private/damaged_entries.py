@@ -14,24 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import UnsupportedTorchError
-from .symbols import needing
+from .symbols import need
 
 log = logging.getLogger("cudagraph")
-
-SYMBOLS = {
-    "finding damaged entries of torch's caches": "torch._inductor.codecache.GuardedCache.iterate_over_candidates "
-    "torch._inductor.codecache.sha256_hash .get_path .write_atomic",
-}
-PROTOCOLS = {
-    "finding damaged entries of torch's caches": {
-        "torch._inductor.codecache.GuardedCache": "_get_tmp_dir_for_key",
-        "torch._inductor.output_code.CompiledFxGraph": "cache_key source_code",
-        "torch._functorch._aot_autograd.autograd_cache.GenericAOTAutogradResult": "compiled_fw compiled_bw",
-    },
-}
-
-need = needing(SYMBOLS, "cudagraph", UnsupportedTorchError)
 
 _lock = threading.Lock()
 _listening: list[list[str]] = []  # lists to which the paths of damaged files are added; one for each open context

@@ -13,52 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import UnsupportedTorchError
-from .symbols import Needed, late, needing
+from . import symbols
+from .symbols import late
 
-SYMBOLS: dict[str | Needed, str] = {
-    "telling whether a step talks to other processes": "torch.distributed.distributed_c10d._world",
-    "hooks of DistributedDataParallel": "torch.distributed._register_comm_hook ._register_builtin_comm_hook",
-    "naming a process that is gone": "torch.distributed.distributed_c10d._get_default_store",
-    "finding what FSDP2 gathers": "torch.distributed._composable_state._module_state_mapping",
-}
-PROTOCOLS = {
-    "telling whether a step talks to other processes": {
-        "torch.distributed.ProcessGroup": "_device_types _get_backend",
-        "torch.distributed.distributed_c10d._World": "comms",
-        "torch._C._distributed_c10d.Backend": "_get_sequence_number_for_group",
-    },
-    "ending a wait for a process that is gone": {"torch._C._distributed_c10d.Backend": "abort"},
-    "steps of FSDP2 and DTensor": {
-        "torch.distributed.tensor.DTensor": "_local_tensor __tensor_flatten__ __tensor_unflatten__",
-        "torch.distributed.fsdp.FSDPModule": "_get_fsdp_state",
-        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "_comm_ctx _state_ctx _training_state "
-        "_fsdp_param_group|_fsdp_param_groups _modules_to_run_forward",
-        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext": "iter_forward_root "
-        "post_backward_final_callback_queued post_optim_event",
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPCommContext": "all_gather_state post_forward_order "
-        "reduce_scatter_state|reduce_scatter_states",
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": "fsdp_params _all_gather_result "
-        "_post_reduce_event _all_reduce_state _reshard_after_forward_event _partial_reduce_output "
-        "_post_forward_indices _training_state _to_sharded comm_ctx wait_for_unshard",
-        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "all_gather_outputs _sharded_param_data "
-        "unsharded_accumulated_grad _unsharded_param _unsharded_inner_tensors",
-    },
-    "steps of DistributedDataParallel": {
-        "torch.nn.parallel.DistributedDataParallel": "_get_ddp_logging_data _set_ddp_runtime_logging_sample_rate "
-        "_build_params_for_reducer _build_debug_param_to_name_mapping _ddp_init_helper",
-        "torch.distributed.Reducer": "_reset_state _remove_autograd_hooks _set_static_graph",
-        "torch.distributed.Logger": "_set_static_graph _set_comm_hook_name",
-    },
-}
-need = functools.cache(needing(SYMBOLS, "cudagraph", UnsupportedTorchError))
+need = functools.cache(symbols.need)
 
 # torch times each of the first 10 iterations, and looks at the times in the next one: the device must not be capturing.
 LAST_TIMED_ITERATION = 10
 NEVER = (1 << 31) - 1  # iterations between two that are timed after that
 BY_DEFAULT = 100  # the same, as torch has it; nobody can read what a program has set
 
-default_store: Callable[[], Any] = late(need, "torch.distributed.distributed_c10d._get_default_store")
+default_store: Callable[[], Any] = late("torch.distributed.distributed_c10d._get_default_store")
 
 
 def _backends(group: Any) -> list[Any]:

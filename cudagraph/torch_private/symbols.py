@@ -1,94 +1,81 @@
-"""Private symbols of torch: the tables that list them, and `need`, which looks one up.
+"""Private symbols of torch: `need` looks one up, and `rows_of` lists those that a file uses.
 
-    SYMBOLS = {"what needs them": "torch._C._x torch._y.z .w", Needed("held outputs", ("2.13.0", "2.15.0")): "torch._v"}
-    PROTOCOLS = {"what needs them": {"torch._y.Class": "attribute old_name|new_name"}}
-    need = needing(SYMBOLS, "cudagraph", UnsupportedTorchError)
+    need("torch._y.z")   the symbol, or an error with its path and the function that needs it
+    has("torch._v")      whether this torch has it: not every tested torch does
+    late("torch._C._x")  the function, looked up when the file is imported
 
-Each file of a folder `torch_private` has two tables. SYMBOLS lists the symbols that the file looks up by path; `.w` is
-short for a neighbour of the symbol before it, here torch._y.w. PROTOCOLS lists classes of torch, with the attributes of
-their instances that the file uses, or of objects that they make; `__name__` where only the name of the class counts.
+Nothing keeps the list by hand: it is read off the sources. So a path is written out where it is needed.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib
-import inspect
-import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import UnsupportedTorchError
+
+# What a missing symbol raises, by package. `aot_hooks` adds its own error: it calls functions of this folder, too.
+errors: dict[str, type[Exception]] = {"cudagraph": UnsupportedTorchError}
 TESTED = ("2.11.0", "2.13.0", "2.15.0")
-_VERSION = torch.__version__.split("+")[0]
-_UPSTREAM = "https://github.com/pytorch/pytorch/blob"
-
-
-class Needed(NamedTuple):
-    """What needs a symbol that not every tested torch has: those of `tested`, and only a build with CUDA if `cuda`."""
-
-    purpose: str
-    tested: tuple[str, ...] = TESTED
-    cuda: bool = False
-
-
-Symbols = Mapping[str, str] | Mapping[str | Needed, str]
-Protocols = Mapping[str, Mapping[str, str]]
-
-
-def paths(text: str) -> Iterator[str]:
-    """The full paths that a cell of a table names."""
-    path = ""
-    for each in text.split():
-        path = path.rpartition(".")[0] + each if each.startswith(".") else each
-        yield path
-
-
-def listed(symbols: Symbols) -> dict[str, Needed]:
-    """The full paths of a table, each with what needs it."""
-    cells = ((Needed(cell) if isinstance(cell, str) else cell, text) for cell, text in symbols.items())
-    return {path: needed for needed, text in cells for path in paths(text)}
+_PATH = re.compile(r"torch(\.\w+)+")
+# Symbols that a build without CUDA lacks.
+_OF_CUDA = re.compile(r"torch\._C\.(_cuda_|_CUDAGraph|_free_And_|_set_storage_data_ptr_|_tensors_data_ptrs_)")
 
 
 def resolve(path: str) -> Any:
-    """The object at a dotted path. Raises `ImportError` or `AttributeError`."""
+    """The object at a dotted path. Raises `ImportError`."""
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError, AttributeError):
             return functools.reduce(getattr, parts[cut:], importlib.import_module(".".join(parts[:cut])))
-    raise ImportError(path)
+    return importlib.import_module(path)
 
 
 def has(path: str) -> bool:
     """Whether this torch has the private symbol at `path`."""
     try:
         resolve(path)
-    except (ImportError, AttributeError):
+    except ImportError:
         return False
     return True
 
 
-def needing(symbols: Symbols, package: str, error: type[Exception]) -> Callable[[str], Any]:
-    """`need(path)`: returns a symbol of the table, or raises `error` with its path, what needs it and `TESTED`."""
-    purposes = listed(symbols)
-
-    def need(path: str) -> Any:
-        try:
-            return resolve(path)
-        except (ImportError, AttributeError):
-            raise error(
-                f"torch {torch.__version__} has no {path}, which {package} needs for {purposes[path].purpose}; "
-                f"tested with torch {', '.join(TESTED)}: install one of them, or report this version"
-            ) from None
-
-    return need
+def need(path: str) -> Any:
+    """The private symbol at `path`. Without it raises the error of the package that asks, which names the function."""
+    try:
+        return resolve(path)
+    except ImportError:
+        package, function = _asking()
+        raise errors[package](
+            f"torch {torch.__version__} has no {path}, which {package} needs in {function}; "
+            f"tested with torch {', '.join(TESTED)}: install one of them, or report this version"
+        ) from None
 
 
-def late(need: Callable[[str], Any], path: str) -> Callable[..., Any]:
+def _asking() -> tuple[str, str]:
+    """The package that asks for a symbol, and the function that does, "mode_options of compilers.py".
+
+    Functions of this folder ask for the package that has called them.
+    """
+    frames = [frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_filename != __file__]
+    code, names = frames[0].f_code, (frame.f_globals.get("__name__", "") for frame in frames)
+    packages = (name.partition(".")[0] for name in names if not name.startswith(f"{__package__}."))
+    file = Path(code.co_filename).name
+    function = file if code.co_name == "<module>" else f"{code.co_name} of {file}"
+    return next(filter(errors.get, packages), "cudagraph"), function
+
+
+def late(path: str) -> Callable[..., Any]:
     """The callable at `path`, looked up now for speed. If torch has none: a function that raises when it is called, so
     that a package can be imported on any torch."""
     try:
@@ -103,63 +90,49 @@ def late(need: Callable[[str], Any], path: str) -> Callable[..., Any]:
 
 
 class Row(NamedTuple):
-    """One symbol, or one attribute of a protocol.
+    """One symbol that a file uses.
 
-    `status` is "ok", "MISSING", or "absent" where this version or build of torch is not expected to have it.
+    `status` is "ok", "MISSING", or "absent" where this version or build of torch need not have it. `needed_for` has the
+    functions, classes and names of the file that use it.
     """
 
     package: str
     path: str
     status: str
     needed_for: str
-    tested: tuple[str, ...]
-    link: str
 
 
-def rows_of(package: str, symbols: Symbols, protocols: Protocols) -> Iterator[Row]:
-    """The rows of one file's tables: symbols first, then the attributes of protocols."""
-    for path, (purpose, tested, cuda) in listed(symbols).items():
-        absent = _VERSION not in tested or (cuda and torch.version.cuda is None)
+def rows_of(package: str, source: str) -> Iterator[Row]:
+    """The rows of a file of `package` with the text `source`."""
+    found, optional = used_in(source)
+    for path, names in found.items():
+        absent = path in optional or (torch.version.cuda is None and _OF_CUDA.match(path))
         status = "ok" if has(path) else "absent" if absent else "MISSING"
-        yield Row(package, path, status, purpose, tested, source_link(path))
-    classes = ((purpose, owners, names) for purpose, table in protocols.items() for owners, names in table.items())
-    for purpose, owners, names in classes:
-        for owner, name in itertools.product(paths(owners), names.split()):
-            status = "ok" if has_attribute(owner, name) else "MISSING"
-            yield Row(package, f"{owner}.{name}", status, purpose, TESTED, source_link(owner))
+        yield Row(package, path, status, ", ".join(names))
 
 
-def has_attribute(owner: str, name: str) -> bool:
-    """Whether instances of the class at `owner` have an attribute; `name` may be several, `old|new`.
-
-    Attributes that methods use of `self`, or set on an object that they make, are found in the source of the class.
-    """
-    if not has(owner):
-        return False
-    return any(hasattr(resolve(owner), each) or each in _names_in_source(resolve(owner)) for each in name.split("|"))
-
-
-@functools.cache
-def _names_in_source(cls: type) -> frozenset[str]:
-    """The attribute names that the classes of `cls` annotate, or whose methods read or set them."""
-    names: set[str] = set()
-    for base in cls.__mro__[:-1]:
-        names.update(vars(base).get("__annotations__", ()))
-        with contextlib.suppress(OSError, TypeError):  # written in C++
-            names.update(re.findall(r"\b(?:self\.|\w+\.(?=\w+ = ))(\w+)", inspect.getsource(base)))
-    return frozenset(names)
+def used_in(source: str) -> tuple[dict[str, list[str]], set[str]]:
+    """The paths into torch that `source` names in strings, or reaches through a private part, each with the top-level
+    functions, classes and names that do; and those that it asks `has` for. Not paths that begin another one."""
+    found: dict[str, list[str]] = defaultdict(list)
+    optional: set[str] = set()
+    for top in ast.parse(source).body:
+        target = getattr(top, "target", None) or next(iter(getattr(top, "targets", ())), None)
+        name = getattr(top, "name", "") if target is None else ast.unparse(target)
+        for node in ast.walk(top):
+            path = _path_of(node)
+            if path and name not in found[path]:
+                found[path].append(name)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "has":
+                optional.update(filter(None, map(_path_of, node.args)))
+    whole = sorted(path for path in found if not any(other.startswith(f"{path}.") for other in found))
+    return {path: found[path] for path in whole}, optional
 
 
-def source_link(path: str) -> str:
-    """URL of the file that defines the module of `path`, at the tag of this torch, or of the newest tested one."""
-    root, parts = Path(torch.__file__).parents[1], path.split(".")
-    tag = _VERSION if _VERSION in TESTED else TESTED[-1]
-    for cut in range(len(parts), 0, -1):
-        module = root.joinpath(*parts[:cut])
-        files = [module.with_suffix(".py"), module / "__init__.py", module.with_suffix(".pyi")]
-        found = [file for file in files if file.is_file()]
-        if parts[:cut] == ["torch", "_C"]:
-            found.append(module / "__init__.pyi.in")  # a wheel has what was generated from it
-        if found:
-            return f"{_UPSTREAM}/v{tag}/{found[0].relative_to(root).as_posix()}"
-    raise ValueError(f"{path} is no path into torch")
+def _path_of(node: ast.AST) -> str:
+    """The path into torch that a string is, or an attribute of something private; "" for any other node."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value if _PATH.fullmatch(node.value) else ""
+    text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+    is_private = any(part.startswith("_") and not part.startswith("__") for part in text.split("."))
+    return text if is_private and _PATH.fullmatch(text) and not text.startswith("torch.ops.") else ""

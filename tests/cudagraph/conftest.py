@@ -9,6 +9,7 @@ import torch
 from capture_simulator import Simulator
 from pieces import Noted
 from places import PLACES, Place
+from tree_programs import World
 from whole_steps import on_simulator
 
 import cudagraph
@@ -38,6 +39,12 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
         return torch.device("cuda", torch.cuda.current_device())
     on_simulator(monkeypatch)
     return torch.device("cpu")
+
+
+@pytest.fixture
+def simulated() -> World:
+    """A program that runs on the simulator."""
+    return World("simulator")
 
 
 @pytest.fixture(params=PLACES)

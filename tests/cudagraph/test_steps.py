@@ -13,7 +13,7 @@ import pytest
 import torch
 from capture_simulator import Simulator
 from places import backend_with
-from tree_programs import World, same
+from tree_programs import same
 
 import cudagraph
 from cudagraph import counters
@@ -256,13 +256,6 @@ def test_layers_of_one_shape_in_one_compiled_call():
 
 
 # --- the rows of the table ---
-
-
-@pytest.fixture
-def simulated():
-    dispatch.reset()
-    yield World("simulator")
-    dispatch.reset()
 
 
 def expect_stale(world, x):

@@ -15,13 +15,6 @@ from cudagraph import counters
 from cudagraph.tree import dispatch
 
 
-@pytest.fixture
-def simulated():
-    dispatch.reset()
-    yield World("simulator")
-    dispatch.reset()
-
-
 def layer_of(world, seen):
     """A forward and its backward, by hand. `seen` gets the number of warm-up pools in use when they ran."""
 

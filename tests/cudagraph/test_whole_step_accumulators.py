@@ -35,6 +35,16 @@ def kept_loss_and_step(device, model=None):
     return net, kept, run
 
 
+def step_of(model):
+    def run(x, y):
+        model.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
 def test_the_loss_of_an_eager_step_stays_alive(device):
     """The capture has new accumulators. The backward of the old loss still adds to the same gradients."""
     net, kept, run = kept_loss_and_step(device)
@@ -139,13 +149,7 @@ def test_a_model_whose_parameters_another_replicated_model_has(device, process_g
 
     other.register_comm_hook(None, hook)
 
-    def run(x, y):
-        step_model.zero_grad()
-        loss = F.mse_loss(step_model(x), y)
-        loss.backward()
-        return loss.detach()
-
-    step = cudagraph.whole_step(run)
+    step = cudagraph.whole_step(step_of(step_model))
     for x, y in batches(device, 4):
         step(x, y)
         F.mse_loss(other(x), y).backward()
@@ -159,13 +163,7 @@ def test_a_hook_that_comes_between_two_calls(device, process_group, when):
     net, kept, _ = kept_loss_and_step(device)
     replicated, calls = nn.parallel.DistributedDataParallel(net), []
 
-    def run(x, y):
-        net.zero_grad()
-        loss = F.mse_loss(replicated(x), y)
-        loss.backward()
-        return loss.detach()
-
-    step = cudagraph.whole_step(run)
+    step = cudagraph.whole_step(step_of(replicated))
     for i, (x, y) in enumerate(batches(device, 16)):
         if i == when:
             get_gradient_edge(net.last.bias).node.register_hook(lambda *_: calls.append(1))

@@ -10,19 +10,19 @@ strings that are a dotted path into torch. What a value's type says (`node._eras
 from __future__ import annotations
 
 import ast
-import importlib
 import re
-from collections.abc import Iterable
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
+import private_attributes
 import pytest
-import torch
 
 import aot_hooks
 import cudagraph
+from aot_hooks import options
 from aot_hooks.__main__ import env_data
-from aot_hooks.torch_private import inductor
 from cudagraph.torch_private import compilers, symbols
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,83 +188,84 @@ def test_what_an_import_reaches(source, what):
     assert reached_at_import(source) == what
 
 
-WITH_TABLES = [s for s in ALLOWED if "\nSYMBOLS" in (ROOT / s).read_text(encoding="utf-8")]
-
-
-def tables_of(path: str) -> Any:
-    """The module of a file with tables."""
-    return importlib.import_module(path.removesuffix(".py").replace("/", "."))
-
-
 def rows_of(path: str) -> list[symbols.Row]:
-    module = tables_of(path)
-    return list(symbols.rows_of(path.split("/")[0], module.SYMBOLS, module.PROTOCOLS))
+    return list(symbols.rows_of(path.split("/")[0], (ROOT / path).read_text(encoding="utf-8")))
 
 
-def source_without_tables(path: str) -> str:
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    tables = [n for n in tree.body if ast.unparse(n).startswith(("SYMBOLS", "PROTOCOLS"))]
-    assert len(tables) == 2
-    tree.body = [n for n in tree.body if n not in tables]
-    return ast.unparse(tree)
+def made_paths(source: str) -> list[str]:
+    """The paths into torch that a source puts together, so that no reader of it can list them."""
+    parts = [n.left if isinstance(n, ast.BinOp) else n.values[0] for n in ast.walk(ast.parse(source)) if is_made(n)]
+    texts = [part.value for part in parts if isinstance(part, ast.Constant)]
+    return [text for text in texts if str(text).startswith("torch.")]
 
 
-def not_listed(source: str, listed: Iterable[str]) -> list[str]:
-    """Private symbols that a source uses directly or by `need`, and that are neither listed nor part of one listed."""
-    calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "need"]
-    used = {call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)}
-    used |= {use.what for use in private_torch_uses(source) if not use.what.startswith("torch.ops.")}
-    known = list(listed)
-    return sorted(u for u in used if not any(f"{k}.".startswith(f"{u}.") or f"{u}.".startswith(f"{k}.") for k in known))
+def is_made(node: ast.AST) -> TypeGuard[ast.BinOp | ast.JoinedStr]:
+    return isinstance(node, ast.BinOp) or (isinstance(node, ast.JoinedStr) and bool(node.values))
 
 
-@pytest.mark.parametrize("path", WITH_TABLES)
-def test_tables_hold_what_is_used_and_nothing_else(path: str) -> None:
-    module, source = tables_of(path), source_without_tables(path)
-    paths = symbols.listed(module.SYMBOLS)
-    assert not_listed(source, paths) == []
-    if "need=need" in source and path.startswith("aot_hooks/"):  # functions of both packages look up these symbols too
-        source += "".join(source_without_tables(p) for p in WITH_TABLES if p.startswith("cudagraph/"))
-    assert [path for path in paths if path.split(".")[-1] not in source] == []
-    for classes in module.PROTOCOLS.values():
-        for owner, names in classes.items():
-            for name in names.split():
-                assert name == "__name__" or any(each in source for each in name.split("|")), f"{owner}.{name}"
-
-
-def test_each_file_that_uses_private_torch_has_tables() -> None:
-    assert {Path(path).parts[0] for path in WITH_TABLES} == set(PACKAGES)
-    others = {path: (ROOT / path).read_text(encoding="utf-8") for path in ALLOWED if path not in WITH_TABLES}
-    assert {
-        path: uses for path, text in others.items() if "symbols.py" not in path and (uses := not_listed(text, ()))
-    } == {}
+@pytest.mark.parametrize("path", sorted(ALLOWED))
+def test_each_private_part_is_listed(path: str) -> None:
+    source = (ROOT / path).read_text(encoding="utf-8")
+    listed = symbols.used_in(source)[0]
+    used = [use.what for use in private_torch_uses(source) if not use.what.startswith("torch.ops.")]
+    assert [use for use in used if not any(f"{each}.".startswith(f"{use}.") for each in listed)] == []
+    assert made_paths(source) == []
 
 
 @pytest.mark.parametrize(
-    ("source", "missing"),
+    ("source", "listed", "optional"),
     [
-        ("import torch\ntorch._C._f()", ["torch._C._f"]),
-        ("import torch\ntorch._C._g()", []),
-        ("need('torch.fx.x')", ["torch.fx.x"]),
-        ("late(need, 'torch._y')", ["torch._y"]),
-        ("need(path)", []),
-        ("need('torch._inductor.config').x", []),
+        ("def f(): return need('torch.fx.x')", {"torch.fx.x": ["f"]}, set()),
+        ("x = late('torch._y')", {"torch._y": ["x"]}, set()),
+        ("class A:\n    x = torch._C._x\ny: int = torch._C._x", {"torch._C._x": ["A", "y"]}, set()),
+        ("def f(): torch._C._x(1).shape", {"torch._C._x": ["f"]}, set()),
+        ("def f(): return has('torch._y') and torch._y", {"torch._y": ["f"]}, {"torch._y"}),
+        ("def f(): return need('torch._x'), need('torch._x.y')", {"torch._x.y": ["f"]}, set()),
+        ("def f(): torch.fx.x, torch.__version__, torch.ops._c10d_functional.x", {}, set()),
+        ("def f():\n    'torch._x in prose'\n    need(path)", {}, set()),
     ],
 )
-def test_what_is_not_listed_is_found(source: str, missing: list[str]) -> None:
-    assert not_listed(source, ["torch._C._g", "torch._inductor.config.y"]) == missing
+def test_what_is_listed(source: str, listed: dict[str, list[str]], optional: set[str]) -> None:
+    assert symbols.used_in(source) == (listed, optional)
+
+
+@pytest.mark.parametrize(
+    ("source", "made"),
+    [
+        ("need('torch._x')", []),
+        ("need(f'torch._{x}')", ["torch._"]),
+        ("need('torch._x.' + x)", ["torch._x."]),
+        ("f'torch {version} has no {path}'", []),
+    ],
+)
+def test_a_path_that_is_put_together_is_found(source: str, made: list[str]) -> None:
+    assert made_paths(source) == made
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("path", WITH_TABLES)
+@pytest.mark.parametrize("path", sorted(ALLOWED))
 def test_this_torch_has_each_symbol_and_each_attribute(path: str) -> None:
     rows = rows_of(path)
     assert [row.path for row in rows if row.status == "MISSING"] == []
-    absent = [row for row in rows if row.status == "absent"]
-    assert all(row.tested != symbols.TESTED or torch.version.cuda is None for row in absent)
-    for row in rows:
-        assert row.needed_for and set(row.tested) <= set(symbols.TESTED)
-        assert re.fullmatch(r"https://github.com/pytorch/pytorch/blob/v[\d.]+/torch/[\w/]+\.pyi?(\.in)?", row.link)
+    assert all(row.needed_for for row in rows)
+    attributes = private_attributes.ATTRIBUTES.get(path, {})
+    pairs = [(owner, name) for owner, names in attributes.items() for name in names.split()]
+    assert [pair for pair in pairs if not private_attributes.has_attribute(*pair)] == []
+
+
+@pytest.mark.parametrize("path", sorted(private_attributes.ATTRIBUTES))
+def test_each_listed_attribute_is_used(path: str) -> None:
+    source = (ROOT / path).read_text(encoding="utf-8")
+    for owner, names in private_attributes.ATTRIBUTES[path].items():
+        for name in names.split():
+            assert name == "__name__" or any(each in source for each in name.split("|")), f"{owner}.{name}"
+
+
+@pytest.mark.core
+def test_a_module_that_nothing_has_imported_is_found() -> None:
+    path = "torch._inductor.fx_passes.micro_pipeline_tp"
+    code = f"from cudagraph.torch_private import symbols; assert symbols.has('{path}') and not symbols.has('{path}.x')"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.core
@@ -281,39 +282,44 @@ def test_this_torch_has_each_symbol_and_each_attribute(path: str) -> None:
     ],
 )
 def test_an_attribute_is_found_where_instances_have_it(owner: str, name: str, found: bool) -> None:
-    assert symbols.has_attribute(owner, name) == found
+    assert private_attributes.has_attribute(owner, name) == found
 
 
 @pytest.mark.core
-def test_a_missing_symbol_raises_the_error_of_the_package_that_needs_it() -> None:
-    table = {"a test": "torch._nothing"}
-    for package, error, need in (
-        ("aot_hooks", aot_hooks.errors.UnsupportedTorchError, aot_hooks.torch_private.symbols.needing(table)),
-        (
-            "cudagraph",
-            cudagraph.UnsupportedTorchError,
-            symbols.needing(table, "cudagraph", cudagraph.UnsupportedTorchError),
-        ),
-    ):
-        with pytest.raises(error, match=f"has no torch._nothing, which {package} needs for a test; tested with torch"):
-            need("torch._nothing")
-        with pytest.raises(error, match="a test"):
-            symbols.late(need, "torch._nothing")(1, x=2)
+@pytest.mark.parametrize(
+    ("package", "error"),
+    [("aot_hooks", aot_hooks.errors.UnsupportedTorchError), ("cudagraph", cudagraph.UnsupportedTorchError)],
+)
+@pytest.mark.parametrize("how", ["need(path)", "late(path)(1, x=2)"])
+def test_a_missing_symbol_raises_the_error_of_the_package_that_needs_it(how: str, package: str, error: Any) -> None:
+    scope = {"__name__": f"{package}.some_file", "need": symbols.need, "late": symbols.late}
+    exec(f"def look_up(path):\n    return {how}", scope)
+    what = rf"has no torch\._nothing, which {package} needs in look_up of .*; tested with torch"
+    with pytest.raises(error, match=what):
+        scope["look_up"]("torch._nothing")  # type: ignore[operator]
+
+
+@pytest.mark.core
+def test_a_caller_of_no_package_gets_the_error_of_cudagraph() -> None:
+    where = "test_a_caller_of_no_package_gets_the_error_of_cudagraph of test_private_torch.py"
+    with pytest.raises(cudagraph.UnsupportedTorchError, match=f"which cudagraph needs in {where};"):
+        symbols.need("torch._nothing")
 
 
 def test_functions_of_both_packages_raise_the_error_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor
 
     monkeypatch.delattr(torch._inductor, "list_mode_options")
-    with pytest.raises(aot_hooks.errors.UnsupportedTorchError, match="which aot_hooks needs for mode="):
-        inductor.mode_options("max-autotune")
-    with pytest.raises(cudagraph.UnsupportedTorchError, match="which cudagraph needs for mode="):
+    with pytest.raises(aot_hooks.errors.OptionError, match="aot_hooks needs in mode_options of") as raised:
+        options.inductor_patches(options.Options(), "max-autotune")
+    assert isinstance(raised.value.__cause__, aot_hooks.errors.UnsupportedTorchError)
+    with pytest.raises(cudagraph.UnsupportedTorchError, match="cudagraph needs in mode_options of"):
         compilers.mode_options("max-autotune")
 
 
-def test_env_lists_every_table_of_both_packages() -> None:
+def test_env_lists_every_symbol_of_both_packages() -> None:
     listed = {(row["package"], row["path"]) for row in env_data()["private_symbols"]}
-    assert listed == {(row.package, row.path) for path in WITH_TABLES for row in rows_of(path)}
+    assert listed == {(row.package, row.path) for path in ALLOWED for row in rows_of(path)}
     assert {package for package, _ in listed} == set(PACKAGES)
 
 
