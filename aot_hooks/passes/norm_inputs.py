@@ -90,7 +90,7 @@ def norms_of_rounded(bw: GraphModule, boundary: Boundary, units: Iterable[Unit])
     kept = []
     for norm in found:
         inputs = tuple(p for p in norm.inputs if p.node in rounded or (p.node, p.user) in rounded)
-        if inputs and norm.mean.node not in rounded and norm.rstd.node not in rounded:
+        if inputs and norm.rstd.node not in rounded:  # a rounded mean is taken for the exact one
             kept.append(replace(norm, inputs=inputs))
     return tuple(kept)
 
