@@ -256,7 +256,8 @@ class _Partitioning:
             as_if_lossy=asked.as_if_lossy,
         )
         settings = SettingsOfGraph(setting, self.hooks.regions)
-        plan = rewrite(fw, bw, settings, options, static_inputs=self.static, **self.outputs)
+        parameters = () if self.nested else parameters_of(fw, self.static, asked.parameters)
+        plan = rewrite(fw, bw, settings, options, static_inputs=self.static, parameters=parameters, **self.outputs)
         if len(asked.donated) == self.number:
             asked.donated.append(self.shared.stocks[self.joint].donates)
         asked.donated[self.number] = asked.donated[self.number] and not crosses_twice(fw, self.num_fwd_outputs)

@@ -16,7 +16,8 @@ one operator saves it twice, or if it is saved again before it is packed. A late
 
 A hook that rounds follows the table of reads, as in a graph. It packs a tensor only if the backward of every operator
 that saved it may read rounded numbers. These operators are found a little later, see readers.py. The tensor stays
-unpacked until then. An operator that only compares numbers gets the outcomes, as bits beside the rounded numbers.
+unpacked until then. An operator that only compares numbers gets the outcomes, as bits beside the rounded numbers. A
+norm gets the rounded numbers with the mean and variance that the exact ones had, see norms.py.
 
 Saved values are checked for in-place changes, as autograd does without hooks. The user's functions could write past
 autograd's versions, so small arguments of theirs are also compared by their bytes.
@@ -52,6 +53,7 @@ from ..settings.setting import SCOPE, Setting, looks_at_modules
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
 from .modules import note_running_modules
+from .norms import Groups, Statistics, statistics_of, with_statistics
 from .readers import Reading, Saved, fake_of, find_from, find_from_backward, this_thread
 from .rows import EagerRow
 
@@ -90,6 +92,7 @@ class EagerValue:
         self.saves: list[weakref.ref[Saved]] = []  # for each operator that saved it, if the hook may round
         self.packed: _Packed | None = None
         self.answers: _Packed | None = None  # for operators that only compare the numbers, beside rounded ones
+        self.statistics: dict[Groups, Statistics] = {}  # for norms, beside rounded numbers
         self.state = State.STAYS
         self.may_be_output = True  # unless it was saved outside of modules
         self.waiting = this_thread()
@@ -187,8 +190,12 @@ def unpack_eager(held: Any) -> torch.Tensor:
         elif runs:  # an operator that reads it is not known
             value.state = State.STAYS
     if value.state in (State.PACKED, State.MUTATED):
-        asks = saved is not None and saved.reading is not None and saved.reading.tests
-        return _unpack(value, value.answers if asks and value.answers is not None else value.packed)
+        reading = saved.reading if saved is not None else None
+        if reading is not None and reading.tests and value.answers is not None:
+            return _unpack(value, value.answers)
+        found = _unpack(value, value.packed)
+        groups = reading.groups if reading is not None else None
+        return with_statistics(found, groups, value.statistics[groups]) if groups in value.statistics else found
     return _unchanged(value)
 
 
@@ -381,6 +388,9 @@ def _pack(value: EagerValue) -> None:
         value.state = State.STAYS
         return
     value.answers = None if answers is KEEP else _packed(value, tensor, answers)
+    if value.hook.lossy:
+        groups = {reading.groups for reading in value.readings() if reading is not None}
+        value.statistics = {each: statistics_of(tensor, each) for each in groups if each is not None}
     value.packed = packed = _packed(value, tensor, value.hook)
     value.state = State.PACKED
     leaves: list[torch.Tensor] = []

@@ -31,6 +31,7 @@ from ..graphs.backward_reads import BackwardReads, Read, tests_of
 from ..graphs.read_tables import Test
 from ..settings.operators import operator_behind
 from ..torch_private import autograd
+from .norms import Groups, groups_read_by
 
 _MOST_KINDS = 4096  # traced backwards that are remembered; a model has some dozens
 _MOST_VISITED = 4096  # numbers of nodes that are remembered before those that can't be met again are dropped
@@ -47,10 +48,12 @@ class Reading:
     Attributes:
         tests: the yes-or-no tests that it makes of each number, () if it reads the shape only. None: it reads numbers.
         reads: reads of the numbers that are not smooth.
+        groups: if it is a norm's input, see norms.py.
     """
 
     tests: tuple[Test, ...] | None = None
     reads: tuple[Read, ...] = ()
+    groups: Groups | None = None
 
 
 class Waiting:
@@ -155,7 +158,9 @@ def _read(node: Any, *, runs: bool = False) -> None:
         readings = _readings(node, packed, runs)
         for name, each in packed.items():
             if isinstance(each, Saved) and each.reading is None:
-                each.reading = readings[name]
+                is_input = name.startswith("_raw_saved_input.")
+                groups = groups_read_by(node, each.value.shape) if is_input else None
+                each.reading = replace(readings[name], groups=groups)
 
 
 _known: dict[Any, dict[str, Reading]] = {}

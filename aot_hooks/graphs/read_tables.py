@@ -276,6 +276,9 @@ NORMS = _ops(
 
 # The results of these have about the same size, whatever they read.
 NORMALIZE = NORMS | _ops("native_layer_norm native_group_norm _fused_rms_norm")
+# Roundings of float32 that the mean of equal numbers may be off by, relative to the mean: 2**-20, 8 of them. A spread
+# below it is noise, since a hook rounds to steps that are wider.
+NOISE = 2.0**-20
 
 # Operators of which a piece may be a sum that cancels, as in eager mode: there they read the same rounded numbers.
 WHOLES = (SMOOTH.keys() | NORMS) - GRADIENTS_ONLY

@@ -45,9 +45,6 @@ _BACKWARDS = {
     "aten.miopen_batch_norm_backward.default": ("input", "save_mean", "save_var"),
 }
 _WIDE = (torch.float32, torch.float64)
-# Roundings of float32 that the mean of equal numbers may be off by, relative to the mean: 2**-20, 8 of them. A spread
-# below it is noise, since a hook rounds to steps that are wider.
-_NOISE = 2.0**-20
 # Roundings of rstd's dtype to which `1 - eps * rstd**2` is known: rstd's own counts twice; the product and the sum.
 _ROUNDINGS = 4
 
@@ -93,7 +90,7 @@ def norms_of_rounded(bw: GraphModule, boundary: Boundary, units: Iterable[Unit])
     kept = []
     for norm in found:
         inputs = tuple(p for p in norm.inputs if p.node in rounded or (p.node, p.user) in rounded)
-        if inputs and norm.mean.node not in rounded and norm.rstd.node not in rounded:
+        if inputs and norm.rstd.node not in rounded:  # a rounded mean is taken for the exact one
             kept.append(replace(norm, inputs=inputs))
     return tuple(kept)
 
@@ -267,7 +264,7 @@ def _scale(graph: Graph, variance: Node, mean: Node, rstd: Node, eps: float, tol
     exact = call(graph, _aten.add.Tensor, times(times(rstd, rstd), -eps), 1.0)
     low, high = (call(graph, _aten.add.Tensor, exact, d) for d in (-tolerance, tolerance))
     wanted = call(graph, _aten.minimum.default, call(graph, _aten.maximum.default, rounded, low), high)
-    noise = times(times(mean, _NOISE), rstd)
+    noise = times(times(mean, tables.NOISE), rstd)
     is_spread = call(graph, _aten.gt.Tensor, rounded, times(noise, noise))
     ratio = call(graph, _aten.sqrt.default, call(graph, _aten.div.Tensor, wanted, rounded))
     return call(graph, _aten.where.self, is_spread, ratio, times(rstd, 0.0))

@@ -18,12 +18,12 @@ from torch.fx import GraphModule, Node
 from ..graphs.lifetimes import is_packed_alone, random_masks
 from ..graphs.nodes import input_storages, storage_of
 from ..graphs.saved import Boundary, SavedTensor, SavedValue, boundary, crossing_pairs
-from ..hook import KEEP
+from ..hook import KEEP, Hook
 from ..library.lossless import Lossless
 from ..offloading.hook import settings_of
 from ..offloading.placement import Leaf, place
 from ..offloading.transfers import offload_wait
-from ..settings.setting import SettingsOfGraph
+from ..settings.setting import SCOPE, SettingsOfGraph
 from ..steps.schedule import Transfer
 from ..torch_private import inductor
 from ..torch_private.inductor_fusion import WRITTEN
@@ -33,6 +33,7 @@ from .dedup_copies import dedup_copies
 from .edits import log, show
 from .gathers import regather, with_gathers
 from .inline import inline, lift_constants
+from .multiples import multiply_anew, with_multiples
 from .norm_inputs import norms_of_rounded, restore_norm_inputs
 from .plan import NOTHING, UNCOPIED, Choice, Decision, Plan, Unpacked, decide
 from .results import save_results, with_results
@@ -70,6 +71,7 @@ def rewrite(
     *,
     num_fwd_outputs: int,
     static_inputs: Iterable[int],
+    parameters: Collection[Node] = (),
     roots: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Put the hooks of `settings` into both graphs, in place.
@@ -77,6 +79,7 @@ def rewrite(
     Args:
         num_fwd_outputs: how many of the forward's outputs are the user's.
         static_inputs: indices of the forward's inputs that are parameters or buffers.
+        parameters: the forward's inputs that nobody writes before the backward.
         roots: modules by Dynamo's names for them, see `modules.roots`.
 
     Raises HookContractError, HookTraceError, PolicyError, UnsupportedGraphError.
@@ -86,11 +89,14 @@ def rewrite(
     if settings.regions:
         label_views(bw.graph)
     replaced: tuple[Collection[SavedTensor], Collection[str]] = ((), ())
+    multiples: tuple[SavedTensor, ...] = ()
     # an exact hook needs no parts
     if options.as_if_lossy or any(getattr(setting.rule, "lossy", True) for setting in settings.settings):
         _split_what_crosses(fw, bw, num_fwd_outputs, settings)
         if options.trace is None:  # a budget chooses itself what is saved and what is computed again
             replaced = save_results(fw, bw, num_fwd_outputs, roots)
+        if _is_relative(settings):
+            multiples = multiply_anew(fw, bw, num_fwd_outputs, parameters=parameters, roots=roots)
     read_boundary = partial(boundary, fw, bw, num_fwd_outputs, static_inputs, roots)
     cross, choices, gathered = _chosen(fw, bw, num_fwd_outputs, settings, options, read_boundary)
     trace = options.trace or tracer(options.for_inductor)
@@ -110,8 +116,17 @@ def rewrite(
         show("forward after", fw)
         show("backward after", bw)
     plan = with_gathers(with_results(_as_plan(choices, units, transfers), *replaced), gathered)
+    plan = with_multiples(plan, multiples)
     log.debug("plan: %d saved tensors, %d packed", len(plan.decisions), sum(d.hook is not KEEP for d in plan.decisions))
     return plan
+
+
+def _is_relative(settings: SettingsOfGraph) -> bool:
+    """Whether one hook rounds all that is no input, by a share of each number."""
+    setting = settings.setting
+    if settings.regions or setting is None or setting.scope not in (None, SCOPE):
+        return False
+    return isinstance(setting.rule, Hook) and setting.rule.lossy and setting.rule.relative
 
 
 def _split_what_crosses(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, settings: SettingsOfGraph) -> None:

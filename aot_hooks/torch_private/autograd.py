@@ -135,6 +135,22 @@ def softmax_dimension(x: torch.Tensor) -> int | None:
     return int(node._saved_dim + (1 << 63)) % (1 << 64) - (1 << 63)  # torch gives it without its sign
 
 
+def norm_groups(node: Any, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """`shape`, that of a norm's input, in groups with a mean of their own, and the dimensions of a group.
+
+    None if `node` is no norm that subtracts a mean, or one that takes mean and variance from elsewhere.
+    """
+    kind = node.name().removesuffix("Backward0")
+    if kind == "NativeLayerNorm":
+        return tuple(shape), tuple(range(len(shape) - len(node._saved_normalized_shape), len(shape)))
+    if kind == "NativeGroupNorm":
+        split = (shape[0], node._saved_group, shape[1] // node._saved_group, *shape[2:])
+        return split, tuple(range(2, len(split)))
+    if kind in ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm") and node._saved_training:
+        return tuple(shape), (0, *range(2, len(shape)))
+    return None
+
+
 # --- what the nodes of eager code have saved --------------------------------------------------------------------------
 
 # the node whose backward runs on this thread; None outside of a backward

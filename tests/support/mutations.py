@@ -109,6 +109,13 @@ MUTATIONS = (
         ("tests/eager/test_eager_autograd.py::test_a_kept_tensor_changed_in_place_raises_as_in_stock",),
     ),
     Mutation(
+        "a norm in eager code reads rounded numbers with statistics of others",
+        "aot_hooks/eager/packing.py",
+        "return with_statistics(found, groups, value.statistics[groups]) if groups in value.statistics else found",
+        "return found",
+        ("tests/passes/test_norm_inputs.py::test_two_norms_and_a_product_of_one_tensor",),
+    ),
+    Mutation(
         "a budget may round more than max_error",
         "aot_hooks/planning/solver.py",
         "_UNITS * max_error**2 + 1e-9",

@@ -1,0 +1,124 @@
+"""Saved multiples of another saved tensor: the backward multiplies again, so that one of the two is not saved.
+
+      forward                                backward, before             backward, after
+        n = x * rstd * w   (an RMS norm)       gw = mm(g, n)                n' = x * rstd * w
+        y = mm(n, ...)                         gx = f(x, rstd, w)           gw = mm(g, n')
+        return y, x, rstd, w, n                                             gx = f(x, rstd, w)
+
+It is done for hooks that are off by a share of each number: a multiple is off by the same share, so the error stays as
+it is. The factors are exact: parameters that cross, and one number a row, which is too short to be packed. A product of
+two tensors that are both rounded has the errors of both; `options["recompute_pointwise"]` computes these again, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from cudagraph.graph.snapshots import SNAPSHOT, written_inputs
+from cudagraph.placeholder import results_of
+
+from ..graphs.nodes import NO_VERSION_CHECK, input_storages, is_float, region_output, storage_of, storages, target_name
+from ..graphs.read_tables import CONVERSIONS, MOVES
+from ..graphs.saved import SavedTensor, crossing_pairs, rows_of
+from ..hook import Hook
+from ..torch_private.values import same_size
+from .answers import in_plans_only
+from .plan import Plan, with_rows
+from .repeats import stop_saving
+
+MULTIPLE = Hook("multiplied again", in_plans_only, in_plans_only)
+"""Stands in plans for the hook of a value that the backward computes as a multiple of another one. Never run."""
+
+_COPIES = MOVES | CONVERSIONS
+
+
+class _Multiple(NamedTuple):
+    """A saved value, and how it is made of others."""
+
+    node: Node
+    slot: Node  # its input of the backward
+    chain: tuple[Node, ...]  # the operators, in order
+    sources: tuple[Node, ...]  # the saved values that they read
+
+
+def multiply_anew(
+    fw: GraphModule,
+    bw: GraphModule,
+    num_fwd_outputs: int,
+    *,
+    parameters: Collection[Node],
+    roots: Mapping[str, str],
+) -> tuple[SavedTensor, ...]:
+    """Have `bw` compute multiples of other saved tensors. Edits both graphs in place; returns a row for each multiple.
+
+    `parameters`: inputs of `fw` that nobody writes before the backward.
+    """
+    pairs = [(n, slot) for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)]
+    written = {storage_of(n) for n in written_inputs(fw, num_fwd_outputs)}
+    slots = {
+        n: slot
+        for n, slot in pairs
+        if is_float(n) and storage_of(n) not in written and not (n.meta.get(NO_VERSION_CHECK) or n.meta.get(SNAPSHOT))
+    }
+    factors = {n for n in slots if n in parameters or n.meta["val"].shape[-1:] == (1,)}
+    alive = input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])
+    views = Counter(storage_of(n) for n, _ in pairs)
+    found: list[_Multiple] = []
+    left = dict(slots)  # without the multiples that were found: these are no sources
+    for node, slot in reversed(slots.items()):
+        if storage_of(node) not in alive and views[storage_of(node)] == 1 and slot.users:
+            others = left.keys() - {node}
+            chain = _chain_of(node, others, factors - {node})
+            if chain:
+                sources = tuple(dict.fromkeys(a for n in chain for a in n.all_input_nodes if a not in chain))
+                found.append(_Multiple(node, slot, tuple(sorted(chain)), sources))
+                del left[node]
+    # what became a multiple itself is made first
+    rows = rows_of([(each.node, each.slot) for each in found], roots)
+    for each in found:
+        made = {source: slots[source] for source in each.sources}
+        with bw.graph.inserting_before(min(each.slot.users)):
+            for node in each.chain:
+                made[node] = bw.graph.node_copy(node, made.__getitem__)
+        each.slot.replace_all_uses_with(made[each.node])
+    if found:
+        stop_saving(fw, bw, num_fwd_outputs, [(each.node, each.slot) for each in found])
+    return tuple(rows)
+
+
+def with_multiples(plan: Plan, rows: Collection[SavedTensor]) -> Plan:
+    """`plan` with the rows that `multiply_anew` returned: values that are saved without hooks, and not with them."""
+    return with_rows(plan, rows, MULTIPLE, "a multiple of another saved tensor; the backward multiplies again")
+
+
+def _chain_of(node: Node, sources: Collection[Node], factors: Collection[Node]) -> list[Node]:
+    """The operators that make `node` of one of `sources`, of as many numbers, and of `factors`; [] if it isn't so."""
+    chain: list[Node] = []
+    is_product = False
+    current = node
+    while current not in sources:
+        if current.op != "call_function" or region_output(current) is not None or not is_float(current):
+            return []
+        chain.append(current)
+        read = current.all_input_nodes
+        if target_name(current) in _COPIES and len(read) == 1:
+            current = read[0]
+        elif current.target is torch.ops.aten.mul.Tensor and len(read) == 2:
+            whole = [n for n in read if same_size(n.meta["val"].numel(), current.meta["val"].numel())]
+            if len(whole) != 1:
+                return []
+            (factor,) = (n for n in read if n is not whole[0])
+            while factor not in factors:
+                if target_name(factor) not in _COPIES or len(factor.all_input_nodes) != 1:
+                    return []
+                chain.append(factor)
+                factor = factor.all_input_nodes[0]
+            is_product, current = True, whole[0]
+        else:
+            return []
+    return chain if is_product else []
