@@ -13,7 +13,6 @@ If its graphs packed something, a step pays for a counter in eager parts, and a 
 from __future__ import annotations
 
 import collections
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +31,6 @@ from .steps.schedule import DECIDED_LATER
 from .torch_private import aot
 from .torch_private.autograd import at_end_of_backward
 
-log = logging.getLogger("aot_hooks")
 _SHOWN = 8  # values beside a key that matches nothing, in a warning
 _INSTEAD_OF_CHECKPOINTING = (
     "Take the checkpoint out where the hooks leave enough memory, which costs less time, or a part of its blocks"
@@ -173,11 +171,10 @@ def _warn_of(suspects: list[Setting]) -> None:
                 "aot_hooks.print_report(aot_hooks.last_plans(compiled)) shows each",
             )
         elif use.only_beside_checkpoints and not use.unmatched:
-            # It may be meant: some blocks under checkpoints, or their inputs packed. So this is no warning.
-            _inform(
+            _warn(
                 (setting.text, "checkpoints"),
-                f"{setting.title} decides for what torch.utils.checkpoint leaves: inside of the compiled function it "
-                f"has its parts computed again, whatever hooks could do. {_INSTEAD_OF_CHECKPOINTING}",
+                f"{setting.title} finds little to pack: torch.utils.checkpoint inside of the compiled function has "
+                f"its parts computed again, so they are not saved. {_INSTEAD_OF_CHECKPOINTING}",
             )
         for policy, key in use.unmatched:
             names = sorted(filter(None, use.seen.get(policy.function, ())))
@@ -263,12 +260,6 @@ def _warn(about: tuple[str, str], message: str) -> None:
     """Warn once about each subject, at the user's line."""
     if _is_new(about):
         warn_user(f"aot_hooks: {message}", UnusedWarning)
-
-
-def _inform(about: tuple[str, str], message: str) -> None:
-    """Log once about each subject, at level INFO."""
-    if _is_new(about):
-        log.info("aot_hooks: %s", message)
 
 
 def _is_new(about: tuple[str, str]) -> bool:

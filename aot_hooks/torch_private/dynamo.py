@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from cudagraph.torch_private import compilers
 
+from ..errors import is_library_file
 from .symbols import needing
 
 SYMBOLS = {
@@ -47,6 +48,9 @@ PROTOCOLS = {
     },
     "saying that Dynamo compiles a function no more": {
         "torch._dynamo.cache_size.CacheSizeRelevantForFrame": "num_cache_entries_with_same_id_matched_objs",
+    },
+    "errors of contexts inside a compiled function": {
+        "torch._dynamo.exc.BackendCompilerFailed": "remove_dynamo_frames",
     },
     "from a compiled function to its options and plans": {
         "torch._TorchCompileWrapper": "compiler_name compiler_fn kwargs",
@@ -102,20 +106,35 @@ def in_python(fn: Callable[..., Any], *args: Any) -> Any:
         _set_eval_frame(before)
 
 
-def backend_failure(backend: str, error: Exception, frame: types.FrameType | None = None) -> Exception:
+def backend_failure(backend: str, error: Exception) -> Exception:
     """`error` wrapped as Dynamo wraps errors of backends, but with its own message first.
 
     Dynamo calls any other error that is raised while it traces an internal error, and drops the cause. The traceback
-    that users see begins at `frame`. It has none of the frames of `error` itself, which would push the message off the
-    screen; TORCHDYNAMO_VERBOSE=1 shows them, and `inner_exception` keeps them.
+    that users see ends where Dynamo was called. The frames of the compilation would push the message off the screen;
+    TORCHDYNAMO_VERBOSE=1 shows them, and `inner_exception` keeps them.
     """
 
     def name() -> None: ...
 
     name.__name__ = backend
-    failure: Exception = need("torch._dynamo.exc.BackendCompilerFailed")(name, error, frame)
+    failure: Exception = need("torch._dynamo.exc.BackendCompilerFailed")(name, error, None)
     failure.args = (f"{type(error).__name__}: {error}\n\nRaised by backend={backend!r}.", *failure.args[1:])
-    return failure.with_traceback(error.__traceback__) if need("torch._dynamo.config").verbose else failure
+    if need("torch._dynamo.config").verbose:
+        return failure.with_traceback(error.__traceback__)
+    failure.remove_dynamo_frames = lambda: failure.with_traceback(None)  # type: ignore[attr-defined]
+    return failure
+
+
+def leave_out_library_frames(error: BaseException) -> None:
+    """Take the frames of torch and of this package out of the traceback of a `backend_failure`, but for the first."""
+    frames = error.__traceback__
+    if need("torch._dynamo.config").verbose or not hasattr(error, "remove_dynamo_frames"):
+        return
+    while frames is not None and frames.tb_next is not None:
+        if is_library_file(frames.tb_next.tb_frame.f_code.co_filename):
+            frames.tb_next = frames.tb_next.tb_next
+        else:
+            frames = frames.tb_next
 
 
 def forget_main() -> None:
