@@ -252,7 +252,7 @@ def test_a_script_that_is_run_prints_the_sentence_alone(tmp_path: Path, capsys: 
     )
     assert main(["run", "--budget", "1KiB", "--inner", "aten", str(script)]) == 1
     printed = capsys.readouterr().err.splitlines()
-    assert len(printed) == 1 and printed[0].startswith("aot_hooks run: budget('1024B'): expected a step under")
+    assert len(printed) == 1 and printed[0].startswith("aot_hooks run: budget('1KiB'): expected a step under")
 
 
 def test_an_error_keeps_its_own_frames_for_those_who_look() -> None:

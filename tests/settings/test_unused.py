@@ -214,7 +214,7 @@ def test_a_budget_around_what_nobody_compiled() -> None:
         loss.backward()
 
     (message,) = warned(run)
-    assert "budget(1048576) had no effect" in message and "torch.compile(" in message
+    assert "budget('1MiB') had no effect" in message and "torch.compile(" in message
     assert warned(run) == []
 
 
