@@ -33,7 +33,7 @@ SYMBOLS = {
     "reports of scripts with a module that cannot be planned": "torch._dynamo.exc.TorchDynamoException",
     "reports of scripts": "torch._dynamo.symbolic_convert._import_module",
     "following torch._dynamo.reset()": "torch._dynamo.eval_frame torch._dynamo.eval_frame.cached_backends",
-    "warnings of functions that Dynamo left to Python": "torch._dynamo.utils.counters",
+    "warnings of functions that Dynamo left to Python, or another backend compiles": "torch._dynamo.utils.counters",
     "names given by code that Dynamo left to Python": "torch._dynamo.eval_frame.skip_code",
     "entering a context where Dynamo would compile that": "torch._C._dynamo.eval_frame.set_eval_frame",
     "from a compiled function to its options and plans": "torch._TorchCompileWrapper ._TorchCompileInductorWrapper "
@@ -68,6 +68,11 @@ def left_to_python() -> dict[str, int]:
     """How often Dynamo has met each thing that it does not trace in this process, by its explanation."""
     counters = need("torch._dynamo.utils.counters")
     return {**counters["graph_break"], **counters["unimplemented"]}
+
+
+def graphs_from_cache() -> int:
+    """How many graphs AOTAutograd has taken from its cache in this process, for whatever backend."""
+    return int(need("torch._dynamo.utils.counters")["aot_autograd"]["autograd_cache_hit"])
 
 
 def reset_with_dynamo(backend: Any) -> None:

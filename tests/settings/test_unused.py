@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,6 +165,27 @@ def test_a_context_around_another_backend() -> None:
     assert "hook 'half' is around a function that another backend compiles" in message
     assert "backend='aot_hooks'" in message
     assert warned(run) == []
+
+
+@pytest.mark.slow
+def test_a_context_around_another_backend_whose_graph_torchs_cache_has(tmp_path: Path) -> None:
+    """The loss is in the context, too, so an eager operator saves something there. Its graph is not traced again."""
+    program = """
+        import torch, aot_hooks
+        call = torch.compile(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)))
+        with aot_hooks.saved_tensors_policy(aot_hooks.float8()):
+            loss = call(torch.ones(4, 4)).square().mean()
+        loss.backward()
+    """
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stderr.count("is around a function that another backend compiles") == 1, done.stderr
 
 
 def checkpointed(where: str, policy: Any, **checkpointing: Any) -> Any:
