@@ -208,17 +208,17 @@ def is_suspect(setting: Setting) -> bool:
     return setting.text not in _ended and torch.is_grad_enabled()
 
 
-def counts() -> tuple[int, int]:
+def saves_and_cache_hits() -> tuple[int, int]:
     """Tensors that eager operators saved in contexts of this thread, and graphs that torch's cache had."""
     return saves_of_thread.saved_count, dynamo.graphs_from_cache()
 
 
 def context_left(setting: Setting, before: tuple[int, int]) -> None:
-    """Warn if the first context of `setting` that ends had no effect; `before` is `counts()` on its entry."""
+    """Warn if the first context of `setting` had no effect; `before`: what `saves_and_cache_hits` was on its entry."""
     _ended.add(setting.text)
     if setting.rule == KEEP or sys.exc_info()[0] is not None:
         return
-    saved_count, cached_count = counts()
+    saved_count, cached_count = saves_and_cache_hits()
     if cached_count > before[1] and not _uses:  # no graph is of this backend, so these are another's: none is traced
         _warn_of_another_backend(setting)
     elif saved_count == before[0]:

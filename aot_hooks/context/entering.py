@@ -87,7 +87,7 @@ def _enter(context: _Context) -> None:
         except BaseException:
             pair.count_open(-1)
             raise
-    open_contexts.stack.append((context, pair, unused.counts()))
+    open_contexts.stack.append((context, pair, unused.saves_and_cache_hits()))
 
 
 class saved_tensors_hooks(_Context):
