@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -138,7 +137,7 @@ def compile_for(
         return _compile_graph(gm, inputs, mode, parsed, wrapper, enabled)
     except AotHooksError as e:
         # wrapped here, so that our message stands first
-        raise dynamo.backend_failure(backend, e, inspect.currentframe()) from None
+        raise dynamo.backend_failure(backend, e) from None
 
 
 def with_options(options: Mapping[str, Any] | None) -> Callable[..., Any]:

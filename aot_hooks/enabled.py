@@ -10,6 +10,7 @@ equal to another only if policy, scope and options are.
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import weakref
@@ -78,7 +79,8 @@ def enable(
         UnsupportedTorchError: this torch lacks what it needs.
 
     Warns:
-        UnusedWarning: on its end, if no graph that "inductor" compiles has run while it was the innermost.
+        UnusedWarning: on its end, or that of the process, if no graph that "inductor" compiles has run while it was the
+            innermost.
     """
     return Enabled(policy, scope, options, check)
 
@@ -87,6 +89,13 @@ def disable() -> None:
     """End all that `enable` has enabled, such as one whose switch is lost."""
     for enabled in list(_open):
         enabled.disable()
+
+
+@atexit.register
+def _end_with_the_process() -> None:
+    """Say what is said at the end of those that nobody has ended, but not below the traceback of a script."""
+    if not hasattr(sys, "last_type"):
+        disable()
 
 
 class Enabled:
@@ -224,7 +233,9 @@ class Enabled:
             raise OptionError(f"{self!r} has ended; call aot_hooks.enable(...) anew")
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            dynamo.leave_out_library_frames(error)
         self.disable()
 
     def __repr__(self) -> str:

@@ -119,7 +119,10 @@ def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def names_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """`function` with the error of `bind`, in place of Python's, for arguments that it does not take."""
+    """`function` with the error of `bind`, in place of Python's, for arguments that it does not take.
+
+    An `OptionError` comes without the frames of this package, which say less than its message.
+    """
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -128,6 +131,8 @@ def names_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
         except TypeError:
             bind(function, args, kwargs)
             raise
+        except OptionError as e:
+            raise e.with_traceback(None) from e.__cause__
 
     return call
 

@@ -145,7 +145,9 @@ def _in_words(counts: Counter[CompiledGraph]) -> str:
     )
     text += f" and {size_text(on_host)} in host memory" if on_host else ""
     if torch.cuda.is_initialized():
+        before, after = (sum(getattr(plan, ms) * count for plan, count in runs) for ms in ("before_ms", "after_ms"))
         text += f", peak of the process {size_text(torch.cuda.max_memory_allocated())}"
+        text += f", predicted step {after / before:.3f}" if all(plan.before_ms for plan, _ in runs) else ""
     elif runs and not torch.cuda.is_available():
         text += ", on a CPU, whose memory is seldom what limits training"
     return text

@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from cudagraph.torch_private import compilers
 
+from ..errors import is_library_file
 from .symbols import need
 
 
@@ -27,6 +28,11 @@ def left_to_python() -> dict[str, int]:
     """How often Dynamo has met each thing that it does not trace in this process, by its explanation."""
     counters = need("torch._dynamo.utils.counters")
     return {**counters["graph_break"], **counters["unimplemented"]}
+
+
+def graphs_from_cache() -> int:
+    """How many graphs AOTAutograd has taken from its cache in this process, for whatever backend."""
+    return int(need("torch._dynamo.utils.counters")["aot_autograd"]["autograd_cache_hit"])
 
 
 def reset_with_dynamo(backend: Any) -> None:
@@ -65,20 +71,35 @@ def in_python(fn: Callable[..., Any], *args: Any) -> Any:
         _set_eval_frame(before)
 
 
-def backend_failure(backend: str, error: Exception, frame: types.FrameType | None = None) -> Exception:
+def backend_failure(backend: str, error: Exception) -> Exception:
     """`error` wrapped as Dynamo wraps errors of backends, but with its own message first.
 
     Dynamo calls any other error that is raised while it traces an internal error, and drops the cause. The traceback
-    that users see begins at `frame`. It has none of the frames of `error` itself, which would push the message off the
-    screen; TORCHDYNAMO_VERBOSE=1 shows them, and `inner_exception` keeps them.
+    that users see ends where Dynamo was called. The frames of the compilation would push the message off the screen;
+    TORCHDYNAMO_VERBOSE=1 shows them, and `inner_exception` keeps them.
     """
 
     def name() -> None: ...
 
     name.__name__ = backend
-    failure: Exception = need("torch._dynamo.exc.BackendCompilerFailed")(name, error, frame)
+    failure: Exception = need("torch._dynamo.exc.BackendCompilerFailed")(name, error, None)
     failure.args = (f"{type(error).__name__}: {error}\n\nRaised by backend={backend!r}.", *failure.args[1:])
-    return failure.with_traceback(error.__traceback__) if need("torch._dynamo.config").verbose else failure
+    if need("torch._dynamo.config").verbose:
+        return failure.with_traceback(error.__traceback__)
+    failure.remove_dynamo_frames = lambda: failure.with_traceback(None)  # type: ignore[attr-defined]
+    return failure
+
+
+def leave_out_library_frames(error: BaseException) -> None:
+    """Take the frames of torch and of this package out of the traceback of a `backend_failure`, but for the first."""
+    frames = error.__traceback__
+    if need("torch._dynamo.config").verbose or not hasattr(error, "remove_dynamo_frames"):
+        return
+    while frames is not None and frames.tb_next is not None:
+        if is_library_file(frames.tb_next.tb_frame.f_code.co_filename):
+            frames.tb_next = frames.tb_next.tb_next
+        else:
+            frames = frames.tb_next
 
 
 def forget_main() -> None:

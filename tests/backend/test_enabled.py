@@ -396,6 +396,19 @@ def test_the_log_says_after_the_first_step_and_at_the_end_that_it_works(caplog: 
     assert lines == [f"aot_hooks: enable(float8()): first step: {count}", f"aot_hooks: enable(float8()) ended: {count}"]
 
 
+def test_on_a_gpu_the_line_has_the_peak_and_the_predicted_step(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 41 << 30)
+    compiled, x = torch.compile(Net(2)), torch.randn(8, 32)
+    with caplog.at_level("INFO", logger="aot_hooks"), enable(float8(), options=ATEN):
+        compiled(x).sum().backward()
+    (plan,) = last_plans(compiled)
+    (line,) = [r.getMessage() for r in caplog.records if "first step" in r.getMessage()]
+    assert plan.step_ratio > 1 and line.endswith(f"peak of the process 41 GiB, predicted step {plan.step_ratio:.3f}")
+
+
 def test_an_evaluation_alone_warns_of_nothing() -> None:
     model, x = Net(1), torch.randn(8, 32)
     compiled = torch.compile(model)

@@ -58,7 +58,7 @@ def test_our_message_stands_first_in_what_dynamo_raises(model: Chain, x: Tensor)
         compiled(model, policy=Hook("culprit", fails, lambda x: x))(x)
     assert str(info.value).startswith("HookTraceError: hook 'culprit' on saved ")
     frames = traceback.extract_tb(info.value.__traceback__)
-    assert frames[-1].name == "compile_for", "frames of ours would push the message off the screen"
+    assert frames[-1].name == "compile_wrapper", "frames of ours would push the message off the screen"
     frames = traceback.extract_tb(info.value.inner_exception.__traceback__)
     assert frames[-1].name == "_call", "this one goes down to where the hook was called"
 

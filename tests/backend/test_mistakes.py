@@ -1,7 +1,10 @@
-"""Mistakes of new users: each is one clear sentence, at the beginning or the end of what a terminal shows."""
+"""Mistakes of new users: each is one clear sentence, within the first lines that a terminal shows."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import threading
 import traceback
 import warnings
@@ -20,8 +23,7 @@ from aot_hooks.__main__ import main
 from aot_hooks.settings import recompiles
 
 FIRST_LINES = 20
-LAST_LINES = 6  # of an error: Dynamo adds five lines to the message
-MOST_LINES = 30  # so that a terminal shows all of it
+MOST_LINES = 25  # so that a terminal shows all of it: Dynamo adds five lines to an error's message
 
 
 class Blocks(nn.Module):
@@ -60,6 +62,18 @@ def a_total_below_the_weights() -> None:
 def a_budget_below_what_is_possible() -> None:
     with enable(budget("4KiB"), options=ATEN):
         train(torch.compile(Blocks()))
+
+
+def a_budget_below_what_is_possible_in_the_explicit_form() -> None:
+    train(torch.compile(Blocks(), backend="aot_hooks", options={**ATEN, "policy": budget("4KiB")}))
+
+
+def a_policy_that_is_not_called() -> None:
+    enable(float8)
+
+
+def an_unknown_option() -> None:
+    train(torch.compile(Blocks(), backend="aot_hooks", options={**ATEN, "polcy": float8()}))
 
 
 def checkpoints_inside() -> None:
@@ -123,6 +137,10 @@ MISTAKES = {
     a_wrong_unit: 'total must be bytes as an int, "24GiB", "500MB" or "fit", got \'80 gigs\'',
     a_total_below_the_weights: "leave nothing for a step. Shard or offload the weights",
     a_budget_below_what_is_possible: "but the least that was found takes",
+    a_budget_below_what_is_possible_in_the_explicit_form: "but the least that was found takes",
+    a_policy_that_is_not_called: "float8 is the function that makes one: call it, float8(...)",
+    an_unknown_option: "unknown option 'polcy'; did you mean 'policy'?",
+    checkpoints_inside: "finds little to pack: torch.utils.checkpoint inside of the compiled function",
     checkpoints_around: "does nothing for a compiled function that torch.utils.checkpoint calls",
     not_compiled: "No compiled function was called: compile the model",
     two_at_once: "Only the innermost counts, and enable(int8()) was enabled inside this one",
@@ -139,8 +157,9 @@ def shown(run: Callable[[], None]) -> list[str]:
         warnings.simplefilter("always")
         try:
             run()
-        except Exception:
-            error = traceback.format_exc().splitlines()
+        except Exception as e:
+            assert e.__traceback__ is not None  # its first frame is this one, which no script has
+            error = "".join(traceback.format_exception(type(e), e, e.__traceback__.tb_next)).splitlines()
         else:
             error = []
     ours = [w for w in caught if issubclass(w.category, UserWarning)]
@@ -159,19 +178,55 @@ def test_a_mistake_has_its_sentence_where_one_sees_it(mistake: Callable[[], None
         lines = shown(mistake)
     finally:
         aot_hooks.disable()
-    found = [number for number, line in enumerate(lines, 1) if MISTAKES[mistake] in line]
-    assert found and (found[0] <= FIRST_LINES or found[-1] > len(lines) - LAST_LINES), "\n".join(lines)
+    assert any(MISTAKES[mistake] in line for line in lines[:FIRST_LINES]), "\n".join(lines)
     assert len(lines) <= MOST_LINES, "\n".join(lines)
 
 
-def test_the_log_says_what_checkpoints_take(caplog: pytest.LogCaptureFixture) -> None:
-    """It may be meant, as block inputs are packed, so there is no warning."""
-    with caplog.at_level("INFO", logger="aot_hooks"):
-        assert shown(checkpoints_inside) == []
-    lines = [
-        r.getMessage() for r in caplog.records if "decides for what torch.utils.checkpoint leaves" in r.getMessage()
-    ]
-    assert len(lines) == 1 and "Take the checkpoint out where the hooks leave enough memory" in lines[0]
+@pytest.mark.parametrize("nested", [1, 5])
+def test_an_error_under_enable_has_the_users_frames_alone(nested: int) -> None:
+    """Else each function of the user's pushes the message two lines further down, behind those of torch."""
+
+    def called(depth: int) -> None:
+        if depth:
+            called(depth - 1)
+        else:
+            train(torch.compile(Blocks()))
+
+    def run() -> None:
+        with enable(budget("4KiB"), options=ATEN):
+            called(nested)
+
+    lines = shown(run)
+    files = {line.split('"')[1] for line in lines if line.startswith('  File "')}
+    assert files == {__file__}
+    assert "Set TORCHDYNAMO_VERBOSE=1" in "\n".join(lines[-2:])
+
+
+def test_an_error_of_the_user_under_enable_keeps_its_frames() -> None:
+    def run() -> None:
+        with enable(float8(), options=ATEN):
+            torch.compile(Blocks())(torch.randn(8, 5))
+
+    assert any(f"{torch.__path__[0]}" in line for line in shown(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("after", "sentence"),
+    [("", "No compiled function was called: compile the model"), ("raise ValueError('mine')", None)],
+)
+def test_a_switch_that_nobody_ends_speaks_at_the_end_of_the_process(after: str, sentence: str | None) -> None:
+    script = """
+        import torch, aot_hooks
+        aot_hooks.enable(aot_hooks.float8())
+        torch.nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script) + after]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()
+    if sentence is None:
+        assert shown[-1] == "ValueError: mine"
+    else:
+        assert len(shown) == 1 and sentence in shown[0]
 
 
 def test_evaluation_first_is_no_mistake() -> None:
@@ -197,7 +252,7 @@ def test_a_script_that_is_run_prints_the_sentence_alone(tmp_path: Path, capsys: 
     )
     assert main(["run", "--budget", "1KiB", "--inner", "aten", str(script)]) == 1
     printed = capsys.readouterr().err.splitlines()
-    assert len(printed) == 1 and printed[0].startswith("aot_hooks run: budget('1024B'): expected a step under")
+    assert len(printed) == 1 and printed[0].startswith("aot_hooks run: budget('1KiB'): expected a step under")
 
 
 def test_an_error_keeps_its_own_frames_for_those_who_look() -> None:

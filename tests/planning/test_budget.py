@@ -361,9 +361,17 @@ def test_where_a_budget_can_not_be(model, x):
 def test_a_budget_is_a_value_that_prints_as_its_call():
     one, other = budget("1GiB", allow=["int8", "float8"]), budget(1 << 30, allow=("float8", "int8"))
     assert one == other and hash(one) == hash(other) and one != budget("2GiB")
-    assert repr(one) == "budget(1073741824, allow=('float8', 'int8'))"
+    assert repr(one) == "budget('1GiB', allow=('float8', 'int8'))"
+    assert repr(budget("7.17GiB")) == "budget('7.17GiB')" and repr(budget(total="500KiB")) == "budget(total='500KiB')"
     assert repr(budget("fit", max_slowdown=0.05, max_error=0)) == "budget('fit', max_slowdown=0.05, max_error=0.0)"
-    for each in (one, budget(12345), budget(max_slowdown=math.inf), budget(max_slowdown=0.1)):
+    for each in (
+        one,
+        budget("12345B"),
+        budget(25769803777),
+        budget(2000 << 20),
+        budget(max_slowdown=math.inf),
+        budget(max_slowdown=0.1),
+    ):
         assert eval(repr(each), {"budget": aot_hooks.budget}) == each
 
 
@@ -486,7 +494,7 @@ def test_peak_and_total_are_one_or_the_other():
     with pytest.raises(OptionError, match="total is in bytes"):
         budget(total=24)
     assert budget(total="fit") == budget("fit")
-    assert repr(budget(total="2GiB", max_slowdown=0.1)) == "budget(total=2147483648, max_slowdown=0.1)"
+    assert repr(budget(total="2GiB", max_slowdown=0.1)) == "budget(total='2GiB', max_slowdown=0.1)"
     assert eval(repr(budget(total="2GiB")), {"budget": budget}) == budget(total=2 << 30)
 
 

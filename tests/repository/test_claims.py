@@ -117,6 +117,10 @@ def test_the_table_of_the_readme() -> None:
     table = README[README.index("| tokens a second |") :].partition("\n\n")[0].splitlines()[2:]
     found = [tuple(cell.strip().strip("*") for cell in line.split("|")[3:5]) for line in table]
     assert found == [(f"{round(speed, -2):,.0f}", f"{peak:.1f} GiB") for speed, peak in expected]
+    first = {name: f"{rows[name]['first_step_ms'] / 1e3:.0f} s" for name in ("budget", "stock")}
+    assert (
+        f"{first['budget']} with the third budget of the table, where `torch.compile` takes {first['stock']}" in README
+    )
 
 
 def test_what_the_costs_say_of_float8() -> None:

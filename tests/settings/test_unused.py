@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,6 +167,27 @@ def test_a_context_around_another_backend() -> None:
     assert warned(run) == []
 
 
+@pytest.mark.slow
+def test_a_context_around_another_backend_whose_graph_torchs_cache_has(tmp_path: Path) -> None:
+    """The loss is in the context, too, so an eager operator saves something there. Its graph is not traced again."""
+    program = """
+        import torch, aot_hooks
+        call = torch.compile(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)))
+        with aot_hooks.saved_tensors_policy(aot_hooks.float8()):
+            loss = call(torch.ones(4, 4)).square().mean()
+        loss.backward()
+    """
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stderr.count("is around a function that another backend compiles") == 1, done.stderr
+
+
 def checkpointed(where: str, policy: Any, **checkpointing: Any) -> Any:
     """A function that trains for some steps with `torch.utils.checkpoint` around or inside a compiled function."""
     inner = model()
@@ -214,7 +240,7 @@ def test_a_budget_around_what_nobody_compiled() -> None:
         loss.backward()
 
     (message,) = warned(run)
-    assert "budget(1048576) had no effect" in message and "torch.compile(" in message
+    assert "budget('1MiB') had no effect" in message and "torch.compile(" in message
     assert warned(run) == []
 
 

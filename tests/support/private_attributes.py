@@ -46,6 +46,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "torch._dynamo.guards.GuardManagerWrapper": "extra_state",
         "torch._C._dynamo.eval_frame._ExtraState": "invalidate",
         "torch._dynamo.cache_size.CacheSizeRelevantForFrame": "num_cache_entries_with_same_id_matched_objs",
+        "torch._dynamo.exc.BackendCompilerFailed": "remove_dynamo_frames",
         "torch._TorchCompileWrapper": "compiler_name compiler_fn kwargs",
         "torch._dynamo.convert_frame.CatchErrorsWrapper": "_torchdynamo_orig_backend",
         "torch._dynamo.eval_frame.OptimizedModule": "dynamo_ctx",
