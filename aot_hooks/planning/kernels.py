@@ -109,7 +109,11 @@ def unpack_early(gm: GraphModule) -> None:
     for node in (node for node in written if node in unpacking):
         begin = begins.get(storage_of(node), len(nodes))
         if begin < position[node]:
-            chain = with_inputs([node], lambda n, begin=begin: position[n] <= begin)
+
+            def is_before(n: Node, begin: int = begin) -> bool:
+                return position[n] <= begin
+
+            chain = with_inputs([node], is_before)
             if unpacking.issuperset(chain):
                 for each in sorted(chain, key=position.__getitem__):
                     nodes[begin].prepend(each)
