@@ -117,7 +117,7 @@ def _compute(fw: GraphModule, forward_node_of: Mapping[Node, Node], node: Node, 
     """The forward's node that computes the same as the backward's `node`; a copy of `node` if there is none."""
     if node in forward_node_of:
         return forward_node_of[node]
-    cone = with_inputs([node], until=forward_node_of)
+    cone = with_inputs([node], forward_node_of.__contains__)
     inputs = [forward_node_of[i] for n in cone for i in n.all_input_nodes if i in forward_node_of]
     last = after_inputs(max(inputs, default=next(iter(fw.graph.nodes))))
     env: dict[Node, Node] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -99,11 +99,11 @@ def last_use(node: Node) -> Node:
     return max(nearest_first([node], readers))
 
 
-def with_inputs(nodes: Iterable[Node], until: Collection[Node] = ()) -> dict[Node, None]:
-    """`nodes` and all that they are computed from, up to `until`."""
+def with_inputs(nodes: Iterable[Node], stops: Callable[[Node], bool] = lambda node: False) -> dict[Node, None]:
+    """`nodes` and all that they are computed from, without what `stops`."""
 
     def inside(some: Iterable[Node]) -> list[Node]:
-        return [n for n in some if n not in until]
+        return [n for n in some if not stops(n)]
 
     return dict.fromkeys(nearest_first(inside(nodes), lambda n: inside(n.all_input_nodes)))
 

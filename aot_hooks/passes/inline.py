@@ -153,7 +153,7 @@ def _pack(fw: GraphModule, unit: Unit, packing: Packing, end: Node) -> list[Node
         source = unit.source if packing.traced.identity else _laid_out(fw, unit.source, unit)
         leaves = _copy_in(pack, fw, [source], name, env)
     if packing.pack_at_definition:
-        mark_alone(list(with_inputs(leaves, until=[unit.source])), unit.saved.row.name)
+        mark_alone(list(with_inputs(leaves, {unit.source}.__contains__)), unit.saved.row.name)
     return leaves
 
 
@@ -283,7 +283,7 @@ def _with_sum_of_one(bw: GraphModule, out: Node, unit: Unit, readers: Collection
     for quotient in quotients:
         with bw.graph.inserting_before(quotient.next):
             made = _as_probabilities(bw, quotient, dimension)
-        own = with_inputs([made], until=[quotient])
+        own = with_inputs([made], {quotient}.__contains__)
         for reader in [user for user in quotient.users if user not in own]:
             reader.replace_input_with(quotient, made)
     is_result = str(unit.saved.fw_node.target) != "aten.exp.default"

@@ -56,7 +56,7 @@ def save_results(
         found = None if slot in gone else _smooth_results(slot, same, reads, alive)
         if found is None:
             continue
-        read = with_inputs([bw.graph.output_node()], until={*cut, *found})
+        read = with_inputs([bw.graph.output_node()], {*cut, *found}.__contains__)
         unread = {s for s in donated if s.users and s not in read}
         left = {storage_of(n) for n, s in pairs if s not in unread}
         freed = _bytes_of((donated[s] for s in unread - gone), left)

@@ -63,16 +63,13 @@ class Tiled(RegionRow):
     border_bytes: int = 0
 
 
-def tiled(
-    joint: GraphModule, tokens: int | None, *, again: bool = True, finer: int = 1
-) -> tuple[GraphModule, tuple[Tiled, ...]]:
+def tiled(joint: GraphModule, tokens: int | None, *, again: bool = True) -> tuple[GraphModule, tuple[Tiled, ...]]:
     """`joint`, or a graph without gradients, with parts in tiles of tokens. `joint` itself is not changed.
 
     Args:
         tokens: of a tile at most; None: so many tiles that the values of one take no more than the part's inputs and
             outputs, where it is worth it.
         again: whether the backward computes wide values again. Otherwise they stay saved.
-        finer: there are so many times more tiles than are chosen.
     """
     if not any(seeds_of(joint, tokens, _LEAST_BYTES, 1)):
         return joint, ()
@@ -84,7 +81,7 @@ def tiled(
         note = Tiled(wide=type_text(seed), node=seed.name, place=source_line(seed) or seed.name)
         try:
             part = part_of(gm, seed, tried, again=again)
-            note = _sized(note, part, tokens, finer)
+            note = _sized(note, part, tokens)
             _write(gm, part, note.count)
         except LeftWhole as e:
             return gm, note.left(str(e)) if str(e) else None
@@ -102,7 +99,7 @@ def tiled(
 # --- how many tiles ---------------------------------------------------------------------------------------------------
 
 
-def _sized(note: Tiled, part: Part, tokens: int | None, finer: int) -> Tiled:
+def _sized(note: Tiled, part: Part, tokens: int | None) -> Tiled:
     """`note` with the number of tiles, and the bytes of one. Raises `LeftWhole` if tiles are of no use."""
     rows = hint(shape_of(part.seed)[0])
     passes = [part.outputs_of(backward=backward) for backward in (False, True)]
@@ -115,7 +112,7 @@ def _sized(note: Tiled, part: Part, tokens: int | None, finer: int) -> Tiled:
             count += 1
     else:
         least = _LEAST_TOKENS.get(part.seed.meta["val"].device.type, 1024)
-        count = min(_MOST_TILES, rows // least, finer * -(-working // border_bytes))
+        count = min(_MOST_TILES, rows // least, -(-working // border_bytes))
         if rows < 2 * least:
             raise LeftWhole(f"{rows} tokens are one tile of {least}")
         if count < 2:

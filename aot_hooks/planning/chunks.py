@@ -2,7 +2,7 @@
 
       joint --------------------------> within the budget --+
         |                                                   |
-        |--chunked(finer=1; 2 or 4)---> within the budget --+--> the fastest one, or the one with the lowest peak
+        |--chunked(finer=1, then 4)---> within the budget --+--> the fastest one, or the one with the lowest peak
         |                                                   |
         '--tiled(...) of the above----> within the budget --+
 
@@ -35,12 +35,15 @@ from .trials import Planned
 log = logging.getLogger("aot_hooks")
 CHUNK, TILE = "chunk", "tile"  # the names of the means in `allow`
 
-# Chunks of a half and of a quarter of the tokens that `options["chunk"]` chooses. One of them is planned if chunks of
-# that size do not lower the peak, or need other means beside them: the one after which the peak falls no further.
-_FINER = (2, 4)
+# The tokens that `options["chunk"]` chooses are divided by these. Each is planned if those before it do not lower the
+# peak, or need other means beside them.
+_FINER = (1, 4)
 # Ways to have layers in tiles, by their names in recipes, with the arguments of `tiled`. The first one computes nothing
 # again. Each is planned if those before it need other means beside them.
-_TILES: dict[str, dict[str, Any]] = {"backward": {"again": False}, "again": {}, "again, finer": {"finer": 4}}
+_TILES: dict[str, dict[str, Any]] = {"backward": {"again": False}, "again": {}}
+# The share of the step's time that tiles take at least: layers of 8B's shape take 0.08, or 0.18 if they are computed
+# again. A plan that takes less is not compared with them, since to write them takes a fifth of the time of planning.
+_TILES_TAKE = 0.02
 # Chunks and tiles are planned if they lower the peak of the step without hooks to this share of it, or further.
 # Planning a graph with them takes as long as planning it without.
 _LOWER = 0.98
@@ -152,12 +155,14 @@ class _Search:
 
     def search(self, joint: _Form) -> None:
         if CHUNK in self.means:
-            form = joint.chunked(1)
-            self.chunks = form.chunks
-            done = bool(form.finer) and (self.is_too_slow(form) or (self.lowers(form) and self.is_fine_enough(form)))
-            if self.chunks and not done and (finer := self.in_finer_chunks(joint)) is not None:
-                self.is_fine_enough(finer)
-        if TILE in self.means:
+            for finer in _FINER:
+                form = joint.chunked(finer)
+                self.chunks = self.chunks or form.chunks
+                if form.finer and (self.is_too_slow(form) or (self.lowers(form) and self.is_fine_enough(form))):
+                    break
+                if not self.chunks:
+                    break
+        if TILE in self.means and self.may_be_in_tiles():
             base = self.tightest
             for how in _TILES:
                 form = base.tiled(how)
@@ -171,15 +176,9 @@ class _Search:
             form = self.tightest
             self.best, self.taken = _with_form(self.within(form.gm, True, follows=False), form), form
 
-    def in_finer_chunks(self, joint: _Form) -> _Form | None:
-        """`joint` in finer chunks, after which the peak falls no further; None if they don't lower it."""
-        found = None
-        for finer in _FINER:
-            form = joint.chunked(finer)
-            if not form.finer or not self.lowers(form):
-                break
-            found = form
-        return found
+    def may_be_in_tiles(self) -> bool:
+        """Whether a plan with tiles may be better than the best one so far."""
+        return self.best is None or _is_for_lowest(self.budget) or _ratio(self.best.plan) > 1 + _TILES_TAKE
 
     def rows(self) -> tuple[tuple[Chunked, ...], tuple[Tiled, ...]]:
         """What was done with last layers and parts in the best plan; without one, in those that did not fit."""

@@ -109,7 +109,11 @@ def unpack_early(gm: GraphModule) -> None:
     for node in (node for node in written if node in unpacking):
         begin = begins.get(storage_of(node), len(nodes))
         if begin < position[node]:
-            chain = with_inputs([node], until=set(nodes[: begin + 1]))
+
+            def is_before(n: Node, begin: int = begin) -> bool:
+                return position[n] <= begin
+
+            chain = with_inputs([node], is_before)
             if unpacking.issuperset(chain):
                 for each in sorted(chain, key=position.__getitem__):
                     nodes[begin].prepend(each)
@@ -142,7 +146,7 @@ def split_kernels(gm: GraphModule) -> None:
     for position, results in made.items():
         if len(results) < 2 or position in reused:
             continue
-        *_, anchor, node = sorted(results, key=nodes.index)
+        *_, anchor, node = results
         value = node.meta["val"]
         read_last = (key for key in kernels.reads[node] if key not in inputs and last[key] == position)
         taken_over = (first[key][2].meta["val"] for key in read_last)
@@ -183,7 +187,7 @@ def join_kernels(gm: GraphModule, live: Sequence[LivePoint], most: float) -> boo
 def _move_behind(node: Node, anchor: Node, counted: Collection[Any]) -> None:
     """Move `node`, what it is computed of and its views behind `anchor` and its views, if they can, and mark them."""
     order = {each: i for i, each in enumerate(node.graph.nodes)}
-    moved = set(with_inputs([node], until={n for n in order if order[n] <= order[anchor]}))
+    moved = set(with_inputs([node], lambda n: n <= anchor))
     computed = [n for n in moved if n is not node and not is_view(n)]
     if any(storage_of(n) in counted or not (fuses(n) or is_loop(n)) for n in computed):
         return

@@ -31,7 +31,6 @@ from typing import Any
 from .program import MOST_OVER, Program, integer_solution
 from .step import COMPUTED, KEPT, RECOMPUTE, Moment, Option, Step, Value
 
-_ROOM = 0.02  # of the peak, left free in the relaxed program: no whole choice lies near one that uses it up
 _OVER = 0.01  # of the peak: being over it by as much costs as much as the whole step
 _MIB = float(1 << 20)
 # shares of the link's rates that the schedule of offload plans with, and most MiB that may be on their way
@@ -99,7 +98,7 @@ def solve(
     relaxed = program.solved(0)
     if relaxed is None or (under and relaxed[program.over] > MOST_OVER):
         return None
-    x = integer_solution(program, relaxed, [own for own in model.columns if own], _ROOM * model.allowed)
+    x = integer_solution(program, relaxed, [own for own in model.columns if own], model.allowed)
     bound = program.objective(relaxed) if peak is not None and relaxed[program.over] <= MOST_OVER else 0.0
     return None if x is None else _solution(model, alive, x, bound)
 

@@ -386,7 +386,7 @@ def test_a_peak_that_many_positions_share_is_met() -> None:
     p, choices = peaks_program(120)
     columns = [c for own in choices for c in own]
     relaxed = p.solved(0)
-    found = integer_solution(p, relaxed, choices, room=0.2)
+    found = integer_solution(p, relaxed, choices, peak=21.0)
     assert found[p.over] <= MOST_OVER
     assert all(abs(found[c] - round(found[c])) < 1e-6 for c in columns)
     assert p.objective(found) <= 1.02 * p.objective(relaxed)
