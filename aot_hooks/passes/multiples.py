@@ -65,7 +65,7 @@ def multiply_anew(
         for n, slot in pairs
         if is_float(n) and storage_of(n) not in written and not (n.meta.get(NO_VERSION_CHECK) or n.meta.get(SNAPSHOT))
     }
-    factors = {n for n in slots if n in parameters or n.meta["val"].shape[-1:] == (1,)}
+    factors = {n for n in slots if n in parameters or _one_a_row(n.meta["val"])}
     alive = input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])
     views = Counter(storage_of(n) for n, _ in pairs)
     found: list[_Multiple] = []
@@ -89,6 +89,10 @@ def multiply_anew(
     if found:
         stop_saving(fw, bw, num_fwd_outputs, [(each.node, each.slot) for each in found])
     return tuple(rows)
+
+
+def _one_a_row(x: torch.Tensor) -> bool:
+    return x.dim() > 0 and same_size(x.shape[-1], 1)
 
 
 def with_multiples(plan: Plan, rows: Collection[SavedTensor]) -> Plan:

@@ -58,7 +58,7 @@ def likely(size: float | str) -> float | str:
 def as_argument(nbytes: int) -> int | str:
     """`nbytes` as an argument that `parse_size` takes, as one would type it where that is exact: "24GiB"."""
     for unit, size in SIZES[:-1]:
-        text = f"{nbytes / size:.6g}{unit}"
+        text = f"{nbytes / size:.4g}{unit}"  # with more digits any number of bytes has one
         if nbytes >= size and "e" not in text and parse_size(text) == nbytes:
             return text
     return nbytes if nbytes >= _LEAST_WITHOUT_UNIT else f"{nbytes}B"
