@@ -6,14 +6,17 @@
         return y, x, rstd, w, n                                             gx = f(x, rstd, w)
 
 It is done for hooks that are off by a share of each number: a multiple is off by the same share, so the error stays as
-it is. The factors are exact: parameters that cross, and one number a row, which is too short to be packed. A product of
-two tensors that are both rounded has the errors of both; `options["recompute_pointwise"]` computes these again, too.
+it is, as long as the numbers are in the normal range of the hook's format. The factors are exact: copies of small
+parameters, which a program may write past autograd's versions before the backward, and one number a row, which is too
+short to be packed. A product of two tensors that are both rounded has the errors of both;
+`options["recompute_pointwise"]` computes these again, too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,19 +25,30 @@ from torch.fx import GraphModule, Node
 from cudagraph.graph.snapshots import SNAPSHOT, written_inputs
 from cudagraph.placeholder import results_of
 
-from ..graphs.nodes import NO_VERSION_CHECK, input_storages, is_float, region_output, storage_of, storages, target_name
+from ..graphs.nodes import (
+    NO_VERSION_CHECK,
+    PACKED,
+    input_storages,
+    is_float,
+    region_output,
+    storage_of,
+    storages,
+    target_name,
+)
 from ..graphs.read_tables import CONVERSIONS, MOVES
 from ..graphs.saved import SavedTensor, crossing_pairs, rows_of
 from ..hook import Hook
-from ..torch_private.values import same_size
+from ..torch_private.values import hint, same_size
 from .answers import in_plans_only
+from .edits import call
 from .plan import Plan, with_rows
-from .repeats import stop_saving
+from .repeats import slots_of, stop_saving
 
 MULTIPLE = Hook("multiplied again", in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that the backward computes as a multiple of another one. Never run."""
 
 _COPIES = MOVES | CONVERSIONS
+_SMALL = 8  # A factor is at most this part of the multiple, so that a copy of it is worth what is not saved.
 
 
 class _Multiple(NamedTuple):
@@ -53,10 +67,11 @@ def multiply_anew(
     *,
     parameters: Collection[Node],
     roots: Mapping[str, str],
-) -> tuple[SavedTensor, ...]:
-    """Have `bw` compute multiples of other saved tensors. Edits both graphs in place; returns a row for each multiple.
+) -> tuple[tuple[SavedTensor, ...], frozenset[str]]:
+    """Have `bw` compute multiples of other saved tensors. Edits both graphs in place.
 
-    `parameters`: inputs of `fw` that nobody writes before the backward.
+    `parameters`: inputs of `fw` that are parameters. Returns a row for each multiple, and the names of copies of
+    parameters, which are saved in their place.
     """
     pairs = [(n, slot) for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)]
     written = {storage_of(n) for n in written_inputs(fw, num_fwd_outputs)}
@@ -65,7 +80,7 @@ def multiply_anew(
         for n, slot in pairs
         if is_float(n) and storage_of(n) not in written and not (n.meta.get(NO_VERSION_CHECK) or n.meta.get(SNAPSHOT))
     }
-    factors = {n for n in slots if n in parameters or _one_a_row(n.meta["val"])}
+    factors = {n for n in slots if n in parameters or _one_a_row(n)}
     alive = input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])
     views = Counter(storage_of(n) for n, _ in pairs)
     found: list[_Multiple] = []
@@ -80,23 +95,39 @@ def multiply_anew(
                 del left[node]
     # what became a multiple itself is made first
     rows = rows_of([(each.node, each.slot) for each in found], roots)
+    copies = _copies(fw, dict.fromkeys(n for each in found for n in each.sources if n in parameters))
+    slots |= slots_of(fw, bw, num_fwd_outputs, copies.values())
     for each in found:
-        made = {source: slots[source] for source in each.sources}
+        made = {source: slots[copies.get(source, source)] for source in each.sources}
         with bw.graph.inserting_before(min(each.slot.users)):
             for node in each.chain:
                 made[node] = bw.graph.node_copy(node, made.__getitem__)
         each.slot.replace_all_uses_with(made[each.node])
     if found:
         stop_saving(fw, bw, num_fwd_outputs, [(each.node, each.slot) for each in found])
-    return tuple(rows)
+    return tuple(rows), frozenset(copy.name for copy in copies.values())
 
 
-def _one_a_row(x: torch.Tensor) -> bool:
+def _one_a_row(node: Node) -> bool:
+    x: torch.Tensor = node.meta["val"]
     return x.dim() > 0 and same_size(x.shape[-1], 1)
 
 
-def with_multiples(plan: Plan, rows: Collection[SavedTensor]) -> Plan:
-    """`plan` with the rows that `multiply_anew` returned: values that are saved without hooks, and not with them."""
+def _copies(fw: GraphModule, parameters: Iterable[Node]) -> dict[Node, Node]:
+    """A copy of each parameter, made where the forward begins. No hook packs it."""
+    *_, last = fw.graph.find_nodes(op="placeholder")
+    found = {}
+    for parameter in parameters:
+        with fw.graph.inserting_after(last):
+            found[parameter] = call(fw.graph, torch.ops.aten.clone.default, parameter)
+        found[parameter].meta[PACKED] = True
+    return found
+
+
+def with_multiples(plan: Plan, rows: Collection[SavedTensor], copies: Collection[str]) -> Plan:
+    """`plan` with what `multiply_anew` returned: `rows` are saved without hooks only, `copies` with them only."""
+    own = (replace(d, saved_bytes=0) if d.saved.name in copies else d for d in plan.decisions)
+    plan = replace(plan, decisions=tuple(own))
     return with_rows(plan, rows, MULTIPLE, "a multiple of another saved tensor; the backward multiplies again")
 
 
@@ -117,6 +148,8 @@ def _chain_of(node: Node, sources: Collection[Node], factors: Collection[Node]) 
             if len(whole) != 1:
                 return []
             (factor,) = (n for n in read if n is not whole[0])
+            if _SMALL * hint(factor.meta["val"].numel()) > hint(current.meta["val"].numel()):
+                return []
             while factor not in factors:
                 if target_name(factor) not in _COPIES or len(factor.all_input_nodes) != 1:
                     return []
