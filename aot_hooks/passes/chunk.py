@@ -36,7 +36,7 @@ from ..torch_private import aot
 from ..torch_private.values import hint
 from .chunk_loop import Loop, put_in_place, read_sizes_of_inputs, write_chunks
 from .edits import show
-from .expand import expand, losses
+from .expand import LOSSES, expand
 from .live_bytes import LivePoint
 from .regions import (
     PRODUCTS,
@@ -99,7 +99,7 @@ def chunked(joint: GraphModule, tokens: int | None, *, finer: int = 1) -> tuple[
     if not any(map(_has_loss, _layers(joint, tokens))):
         return joint, ()
     gm = aot.edited_copy(joint)
-    expand(gm, losses())
+    expand(gm, LOSSES)
     read_sizes_of_inputs(gm.graph)
     words_last(gm.graph, {n for seed in _layers(gm, tokens) if _has_loss(seed) for n in _of_its_size(seed)})
 

@@ -4,7 +4,7 @@
       split(x, 8, -1)   getitem(., 1)                        -->  slice(x, -1, 8, 16)
 
 Inductor's graphs have losses in parts already. Graphs that run as they are (`inner="aten"`) have them whole. The parts
-are tensor code, torch's own where it has some, which is traced on the node's fake values.
+are tensor code, which is traced on the node's fake values.
 """
 
 from __future__ import annotations
@@ -22,12 +22,61 @@ from torch.fx.node import map_arg
 from ..torch_private import values as torch_values
 
 _aten = torch.ops.aten
+_LOW = (torch.float16, torch.bfloat16)
+_NONE, _MEAN = 0, 1  # torch's numbers of reductions; 2 is a sum
+
+
+def _targets(target: Any, ignored: int) -> tuple[Any, Any]:
+    """Which tokens count, and their targets, 0 for the others."""
+    valid = target != ignored
+    return valid, target * valid
+
+
+def _weights(valid: Any, counted: Any, weight: Any, dtype: torch.dtype) -> Any:
+    """The weight of each token: its class's, or 1; 0 for those that don't count."""
+    if weight is None:
+        return valid.to(dtype)
+    chosen = weight.index_select(0, counted.reshape(-1)).view_as(counted)
+    return torch.where(valid, chosen, 0).to(dtype)
+
+
+def _nll_forward(logp: Any, target: Any, weight: Any, reduction: int, ignored: int) -> Any:
+    if logp.dim() < 2:
+        return NotImplemented
+    valid, counted = _targets(target, ignored)
+    picked = logp.gather(1, counted.unsqueeze(1)).squeeze(1)
+    loss = -(picked.float() if logp.dtype in _LOW else picked)  # torch's kernels add in float32 as well
+    weights = _weights(valid, counted, weight, loss.dtype)
+    loss = torch.where(valid, loss if weight is None else loss * weights, 0)
+    total = weights.sum()
+    loss = loss if reduction == _NONE else loss.sum()
+    loss = loss / total if reduction == _MEAN else loss
+    return loss.to(logp.dtype), total.to(logp.dtype)
+
+
+def _nll_backward(grad: Any, logp: Any, target: Any, weight: Any, reduction: int, ignored: int, total: Any) -> Any:
+    if logp.dim() < 2:
+        return NotImplemented
+    valid, counted = _targets(target, ignored)
+    grad = -(grad / total if reduction == _MEAN else grad)
+    grad = grad if weight is None else grad * _weights(valid, counted, weight, logp.dtype)
+    column = torch.where(valid, grad, 0).unsqueeze(1)
+    return torch.zeros_like(logp).scatter(1, counted.unsqueeze(1), column)
 
 
 def _mean(x: Any, **kwargs: Any) -> Any:
     """The sum over the count, where that rounds as the mean does, and the count is known."""
     exact = x.dim() > 1 and isinstance(x.numel(), int) and x.dtype in (torch.float32, torch.float64)
     return x.sum(**kwargs) / x.numel() if exact else NotImplemented
+
+
+def _filled(number: float) -> Callable[..., Any]:
+    """`new_zeros` and `new_ones`, which read no value of their first argument."""
+
+    def parts(x: Any, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+        return torch.full(size, number, dtype=dtype or x.dtype, device=device or x.device)
+
+    return parts
 
 
 def _split(x: Any, sizes: Any, dim: int = 0) -> Any:
@@ -40,20 +89,16 @@ def _split(x: Any, sizes: Any, dim: int = 0) -> Any:
     return tuple(_aten.slice.Tensor(x, dim, begin, end) for begin, end in itertools.pairwise([0, *ends]))
 
 
-_LOSSES = (
-    _aten.nll_loss_forward.default,
-    _aten.nll_loss2d_forward.default,  # with words in dimension 1
-    _aten.nll_loss_backward.default,
-    _aten.nll_loss2d_backward.default,
-    _aten.new_zeros.default,
-    _aten.new_ones.default,
-)
+LOSSES: dict[Any, Callable[..., Any]] = {
+    _aten.nll_loss_forward.default: _nll_forward,
+    _aten.nll_loss2d_forward.default: _nll_forward,  # with words in dimension 1
+    _aten.nll_loss_backward.default: _nll_backward,
+    _aten.nll_loss2d_backward.default: _nll_backward,
+    _aten.new_zeros.default: _filled(0.0),
+    _aten.new_ones.default: _filled(1.0),
+    _aten.mean.default: _mean,
+}
 SPLITS: dict[Any, Callable[..., Any]] = {_aten.split.Tensor: _split, _aten.split_with_sizes.default: _split}
-
-
-def losses() -> dict[Any, Callable[..., Any]]:
-    """The parts of losses: torch's own, as in Inductor's graphs, and those of a mean."""
-    return torch_values.decompositions(_LOSSES) | {_aten.mean.default: _mean}
 
 
 def expand(gm: GraphModule, parts: Mapping[Any, Callable[..., Any]]) -> None:
@@ -61,7 +106,6 @@ def expand(gm: GraphModule, parts: Mapping[Any, Callable[..., Any]]) -> None:
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in parts:
             _expand(gm, node, parts[node.target])
-    gm.graph.eliminate_dead_code()  # such as the sum of weights of a loss that has no mean
 
 
 def _expand(gm: GraphModule, node: Node, parts: Callable[..., Any]) -> None:
@@ -71,8 +115,7 @@ def _expand(gm: GraphModule, node: Node, parts: Callable[..., Any]) -> None:
     def function(*args: Any) -> Any:
         known = dict(zip(inputs, args, strict=True))
         own, named = map_arg((node.args, node.kwargs), known.__getitem__)
-        made = parts(*own, **named)
-        return tuple(made) if isinstance(made, tuple) else made  # torch names the results of a loss
+        return parts(*own, **named)
 
     mode = next(v for v in values if isinstance(v, torch.Tensor)).fake_mode  # type: ignore[attr-defined]
     with torch_values.tracing_on_fakes(mode), torch_values.python_dispatcher():

@@ -248,8 +248,3 @@ def schema_of(op: Any) -> Any:
 def is_composite(name: str) -> bool:
     """Whether operator `name` is always decomposed, so that autograd and AOTAutograd never see it."""
     return bool(need("torch._C._dispatch_has_kernel_for_dispatch_key")(name, "CompositeImplicitAutograd"))
-
-
-def decompositions(operators: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
-    """torch's tensor code for `operators`."""
-    return dict(need("torch._decomp.get_decompositions")(operators))
