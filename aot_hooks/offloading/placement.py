@@ -158,7 +158,7 @@ def place(
             if placement is None:
                 placement = Placement(False, DECIDED_LATER if has_own_memory(crossing.value) else _MEMORY_OF_OTHERS)
                 metas = [dict(node.meta) for node in (crossing.start, crossing.reload, crossing.back)]
-                made = forward.nodes[item.made] if item.made >= 0 else crossing.source
+                made = (forward.nodes[item.made] if item.made >= 0 else crossing.source).name
                 crossing.slot.meta[_CANDIDATE] = crossing.leaf.settings, crossing.start.args[1], device, made, metas
             sent = placement.offloaded or placement.reason == DECIDED_LATER
             if sent and fused and fuses(crossing.source):  # Inductor would choose strides, and each call copy it
@@ -213,12 +213,13 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     if not any(_CANDIDATE in slot.meta for slot in bw.graph.find_nodes(op="placeholder")):
         return
     output, has_own_memory = fw.graph.output_node(), _own_memory(fw)
+    named = {node.name: node for node in fw.graph.nodes}
     last_reader = {storage_of(n): node for node in fw.graph.nodes if node is not output for n in node.all_input_nodes}
 
     def place_of(pair: tuple[Node, Node]) -> Node:
         value, slot = pair
         *_, made, _ = slot.meta[_CANDIDATE]
-        last: Node = max(last_reader.get(storage_of(value), value), made)
+        last: Node = max(last_reader.get(storage_of(value), value), named.get(made, value))
         return last
 
     kinds: dict[tuple[Any, ...], _Pairs] = defaultdict(list)

@@ -146,5 +146,5 @@ def test_sent_across_graphs_as_traced_and_packed_with_the_last_reader() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found["strides"]) == 2
     assert all(stride == contiguous for stride, contiguous in found["strides"])
-    norm, gated = found["kernels"]
-    assert "rsqrt" in norm and "silu" in gated
+    norm, gated, gains = found["kernels"]
+    assert "rsqrt" in norm and "silu" in gated and "poi" in gains  # the last copies the gains of the norm
