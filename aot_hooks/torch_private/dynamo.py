@@ -86,7 +86,12 @@ def backend_failure(backend: str, error: Exception) -> Exception:
     failure.args = (f"{type(error).__name__}: {error}\n\nRaised by backend={backend!r}.", *failure.args[1:])
     if need("torch._dynamo.config").verbose:
         return failure.with_traceback(error.__traceback__)
-    failure.remove_dynamo_frames = lambda: failure.with_traceback(None)  # type: ignore[attr-defined]
+
+    def without_frames() -> Exception:
+        del failure.remove_dynamo_frames  # type: ignore[attr-defined]  # a local function can't be pickled
+        return failure.with_traceback(None)
+
+    failure.remove_dynamo_frames = without_frames  # type: ignore[attr-defined]
     return failure
 
 
