@@ -43,6 +43,18 @@ def test_options(model: Chain, x: Tensor, options: dict[str, Any], parts: list[s
 
 
 @pytest.mark.core
+def test_an_error_keeps_what_the_user_was_handling() -> None:
+    with pytest.raises(OptionError) as info:
+        try:
+            raise KeyError("mine")
+        except KeyError:
+            aot_hooks.budget("nonsense")
+    assert str(KeyError("mine")) in "".join(traceback.format_exception(info.value))
+    frames = traceback.extract_tb(info.value.__traceback__)
+    assert [frame.name for frame in frames[1:]] == ["call"], "frames of ours say less than the message"
+
+
+@pytest.mark.core
 def test_options_that_are_no_dict(model: Chain, x: Tensor) -> None:
     with raises(OptionError, "options must be a dict", "got ['aten']"):
         torch.compile(model, backend="aot_hooks", options=["aten"])(x)  # type: ignore[arg-type]
