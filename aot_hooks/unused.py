@@ -4,7 +4,6 @@
       the first backward after that           --warning_if_unused-->  nothing packed; a key that matched nothing
       an eager operator saves, a context ends --context_left-->       no tensor was saved, or a budget had no graph
       AOTAutograd traces a pair of ours       --traced-->             another backend compiles the function
-      torch's cache has that function's graph --context_left-->       the same
       a last layer can't be computed in chunks, or a part of a layer in tiles --left_whole-->  it stays whole
       a graph is compiled under a checkpoint  --checkpointed-->       the checkpoint's own hooks are the innermost
 
@@ -29,7 +28,7 @@ from .passes.regions import RegionRow
 from .policies import ByKey, key_text, keys_in
 from .settings.setting import Setting
 from .steps.schedule import DECIDED_LATER
-from .torch_private import aot, dynamo
+from .torch_private import aot
 from .torch_private.autograd import at_end_of_backward
 
 _SHOWN = 8  # values beside a key that matches nothing, in a warning
@@ -208,20 +207,12 @@ def is_suspect(setting: Setting) -> bool:
     return setting.text not in _ended and torch.is_grad_enabled()
 
 
-def saves_and_cache_hits() -> tuple[int, int]:
-    """Tensors that eager operators saved in contexts of this thread, and graphs that torch's cache had."""
-    return saves_of_thread.saved_count, dynamo.graphs_from_cache()
-
-
-def context_left(setting: Setting, before: tuple[int, int]) -> None:
-    """Warn if the first context of `setting` had no effect; `before`: what `saves_and_cache_hits` was on its entry."""
+def context_left(setting: Setting, before: int) -> None:
+    """Warn if the first context of `setting` that ends had no effect; `before` is `saved_count` on its entry."""
     _ended.add(setting.text)
     if setting.rule == KEEP or sys.exc_info()[0] is not None:
         return
-    saved_count, cached_count = saves_and_cache_hits()
-    if cached_count > before[1] and not _uses:  # no graph is of this backend, so these are another's: none is traced
-        _warn_of_another_backend(setting)
-    elif saved_count == before[0]:
+    if saves_of_thread.saved_count == before:
         _warn(
             (setting.text, "context"),
             f"a context of {setting.title} saw no saved tensor: no operator saved one eagerly inside it, and no "
@@ -241,15 +232,11 @@ def traced(setting: Setting) -> None:
     """Warn if AOTAutograd calls the hooks of `setting` while it traces a graph for another backend."""
     if setting.text not in _ended and aot.inlines_hooks() and setting.rule != KEEP:
         _ended.add(setting.text)
-        _warn_of_another_backend(setting)
-
-
-def _warn_of_another_backend(setting: Setting) -> None:
-    _warn(
-        (setting.text, "context"),
-        f"a context of {setting.title} is around a function that another backend compiles: nothing that its "
-        "graph saves is packed. Use torch.compile(..., backend='aot_hooks'), or aot_hooks.enable()",
-    )
+        _warn(
+            (setting.text, "context"),
+            f"a context of {setting.title} is around a function that another backend compiles: nothing that its "
+            "graph saves is packed. Use torch.compile(..., backend='aot_hooks'), or aot_hooks.enable()",
+        )
 
 
 def checkpointed(setting: Setting) -> None:

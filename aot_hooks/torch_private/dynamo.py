@@ -30,11 +30,6 @@ def left_to_python() -> dict[str, int]:
     return {**counters["graph_break"], **counters["unimplemented"]}
 
 
-def graphs_from_cache() -> int:
-    """How many graphs AOTAutograd has taken from its cache in this process, for whatever backend."""
-    return int(need("torch._dynamo.utils.counters")["aot_autograd"]["autograd_cache_hit"])
-
-
 def reset_with_dynamo(backend: Any) -> None:
     """Have the next `torch._dynamo.reset()` call `backend.reset()`, as those of backends that functions are made with.
 
