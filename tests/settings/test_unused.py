@@ -218,6 +218,23 @@ def test_checkpointing_that_leaves_something_to_pack() -> None:
     assert warned(checkpointed("around", HALF, use_reentrant=True)) == []
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("checkpointed_count", "says"), [(0, False), (1, False), (3, False), (6, True)])
+def test_checkpoints_of_some_blocks(checkpointed_count: int, says: bool, dynamic: bool) -> None:
+    blocks = nn.ModuleList(model() for _ in range(6))
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(blocks):
+            x = x + (checkpoint(block, x, use_reentrant=False) if i < checkpointed_count else block(x))
+        return x
+
+    call = torch.compile(f, backend="aot_hooks", options={**ATEN, "policy": HALF}, dynamic=dynamic)
+    messages = warned(lambda: call(torch.ones(4, 8, requires_grad=True)).sum().backward())
+    assert ["finds little to pack" in message for message in messages] == [True] * says
+    (plan,) = last_plans(call)
+    assert 0 < plan.packed_bytes < plan.saved_bytes
+
+
 def test_a_context_around_backward_alone() -> None:
     def run() -> None:
         loss = model()(torch.ones(4, 8)).sum()
