@@ -74,7 +74,9 @@ def test_our_message_stands_first_in_what_dynamo_raises(model: Chain, x: Tensor)
     assert frames[-1].name == "compile_wrapper", "frames of ours would push the message off the screen"
     frames = traceback.extract_tb(info.value.inner_exception.__traceback__)
     assert frames[-1].name == "_call", "this one goes down to where the hook was called"
-    assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
+    assert "remove_dynamo_frames" not in vars(info.value)
+    if torch.__version__ >= "2.13":  # those of 2.11 can't be pickled, whatever the backend
+        assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
 
 
 @pytest.mark.core
