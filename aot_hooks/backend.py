@@ -57,7 +57,7 @@ from .planning.planner import Planner, is_budget
 from .planning.stored import Program
 from .settings import recompiles
 from .settings.setting import SCOPE, Setting, SettingsOfGraph
-from .torch_private import aot, autograd, dynamo, dynamo_trace, inductor
+from .torch_private import aot, autograd, dynamo, dynamo_trace, inductor, values
 from .torch_private.aot_cache import without_autograd_cache
 
 _Compiled = Callable[..., Any]
@@ -206,9 +206,9 @@ def _compile_graph(
         known.extend(graph.plans)
     if listed is not None:
         listed.append(graph)
-    checkpoints = any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in nodes_of(gm))
+    checkpointed = _checkpointed_bytes(gm)
     counted = listed is not None
-    return _wrapped(compiled, graph, hooks, seen, wrapper, planner, checkpoints=checkpoints, counted=counted)
+    return _wrapped(compiled, graph, hooks, seen, wrapper, planner, checkpointed=checkpointed, counted=counted)
 
 
 def _compile_as_stock(
@@ -394,6 +394,20 @@ def _why_not_stored(options: Options, compilation: Compilation | None, *, report
     return ""
 
 
+def _checkpointed_bytes(gm: GraphModule) -> int:
+    """Bytes of what is computed inside of the user's checkpoints in `gm`, each storage once, at example sizes."""
+    calls = [node for node in nodes_of(gm) if node.target is torch.ops.higher_order.tag_activation_checkpoint]
+    nbytes: dict[int, int] = {}
+    for call in calls:
+        body: Any = call.graph.owning_module.get_submodule(call.args[0].target)  # type: ignore[union-attr, arg-type]
+        found = [(node.op, node.meta.get("example_value")) for node in body.graph.nodes]
+        tensors = [(op, value) for op, value in found if isinstance(value, torch.Tensor)]
+        given = {values.storage_key(value) for op, value in tensors if op == "placeholder"}
+        computed = {values.storage_key(value): value for _, value in tensors}
+        nbytes |= {key: values.hint(x.untyped_storage().nbytes()) for key, x in computed.items() if key not in given}
+    return sum(nbytes.values())
+
+
 def _wrapped(
     compiled: _Compiled,
     graph: records.CompiledGraph,
@@ -402,11 +416,11 @@ def _wrapped(
     wrapper: Any,
     planner: Planner,
     *,
-    checkpoints: bool,
+    checkpointed: int,
     counted: bool,
 ) -> _Compiled:
     """`compiled` in the wrappers that apply, the innermost first; notes what the graph was made of."""
-    suspects = unused.compiled(hooks.settings, graph.plans, checkpoints=checkpoints)
+    suspects = unused.compiled(hooks.settings, graph.plans, checkpointed)
     for key, setting in hooks.regions.items():
         recompiles.note_compilation(wrapper, setting, region.regions[key].record_for(seen))
     rule = hooks.setting.rule if hooks.setting is not None and graph.plans else None

@@ -11,6 +11,8 @@ equal to another only if policy, scope and options are.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import multiprocessing
 import sys
 import threading
 import weakref
@@ -30,7 +32,7 @@ from .options import Options, with_arguments
 from .passes.plan import Plan
 from .records import CompiledGraph, Summary, plans_of
 from .settings.setting import Setting
-from .torch_private import dynamo, dynamo_backends, inductor
+from .torch_private import autograd, dynamo, dynamo_backends, inductor
 
 _lock = threading.RLock()
 _open: list[Enabled] = []  # the innermost last
@@ -79,8 +81,8 @@ def enable(
         UnsupportedTorchError: this torch lacks what it needs.
 
     Warns:
-        UnusedWarning: on its end, or that of the process, if no graph that "inductor" compiles has run while it was the
-            innermost.
+        UnusedWarning: on its end, or that of the process if that trained, if no graph that "inductor" compiles has run
+            while it was the innermost.
     """
     return Enabled(policy, scope, options, check)
 
@@ -93,9 +95,17 @@ def disable() -> None:
 
 @atexit.register
 def _end_with_the_process() -> None:
-    """Say what is said at the end of those that nobody has ended, but not below the traceback of a script."""
-    if not hasattr(sys, "last_type"):
-        disable()
+    """Say what is said at the end of those that nobody has ended, in a process that has trained or called for them.
+
+    Neither `script.py --help` nor a worker that imports the script has done that, and nothing goes below a traceback.
+    """
+    if hasattr(sys, "last_type") or multiprocessing.parent_process() is not None:
+        return
+    for enabled in list(_open):
+        is_called = enabled.is_called or enabled.other_backends
+        if is_called or autograd.next_sequence_number() > enabled._first_operator:
+            with contextlib.suppress(UnusedWarning):  # nobody is left to catch one that is an error
+                enabled.disable()
 
 
 class Enabled:
@@ -112,6 +122,7 @@ class Enabled:
         self.is_called = False  # a function compiled for "inductor" was called while this was the innermost
         self.other_backends: set[str] = set()  # of other compiled functions that were called meanwhile
         self._left_before = dynamo.left_to_python()
+        self._first_operator = autograd.next_sequence_number()  # of those that autograd records from here on
         self.inner = ""  # the last one that was enabled inside this one
         self.is_used = False  # "inductor" was to compile a graph, or one has run, while this was the innermost
         # since the last call of `runs`, while this was the innermost

@@ -132,7 +132,8 @@ def names_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
             bind(function, args, kwargs)
             raise
         except OptionError as e:
-            raise e.with_traceback(None) from e.__cause__
+            # without `from`: what the user was handling stays its context
+            raise e.with_traceback(None)  # noqa: B904
 
     return call
 

@@ -64,7 +64,7 @@ class _Context(contextlib.ContextDecorator):
             self.open_regions.pop().__exit__(*exc)
             return
         _pop()
-        context, pair, before = open_contexts.stack.pop()
+        context, pair, saved_count = open_contexts.stack.pop()
         if pair is not None:
             pair.count_open(-1)
         _allow()  # as on entry, or the push would have failed
@@ -72,7 +72,7 @@ class _Context(contextlib.ContextDecorator):
             dynamo.in_python(pack_pending, True)
         setting = context.setting if pair is None else pair.setting
         if unused.is_suspect(setting):
-            dynamo.in_python(unused.context_left, setting, before)
+            dynamo.in_python(unused.context_left, setting, saved_count)
 
 
 def _enter(context: _Context) -> None:
@@ -87,7 +87,7 @@ def _enter(context: _Context) -> None:
         except BaseException:
             pair.count_open(-1)
             raise
-    open_contexts.stack.append((context, pair, unused.saves_and_cache_hits()))
+    open_contexts.stack.append((context, pair, unused.saves_of_thread.saved_count))
 
 
 class saved_tensors_hooks(_Context):

@@ -59,7 +59,7 @@ class Pair:
 class _OpenContexts(threading.local):
     def __init__(self) -> None:
         # of this thread, innermost last: a context, its pair, and how many tensors eager operators had saved before
-        self.stack: list[tuple[Any, Pair | None, tuple[int, int]]] = []
+        self.stack: list[tuple[Any, Pair | None, int]] = []
 
 
 open_contexts = _OpenContexts()

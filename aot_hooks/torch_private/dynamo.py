@@ -30,11 +30,6 @@ def left_to_python() -> dict[str, int]:
     return {**counters["graph_break"], **counters["unimplemented"]}
 
 
-def graphs_from_cache() -> int:
-    """How many graphs AOTAutograd has taken from its cache in this process, for whatever backend."""
-    return int(need("torch._dynamo.utils.counters")["aot_autograd"]["autograd_cache_hit"])
-
-
 def reset_with_dynamo(backend: Any) -> None:
     """Have the next `torch._dynamo.reset()` call `backend.reset()`, as those of backends that functions are made with.
 
@@ -86,7 +81,12 @@ def backend_failure(backend: str, error: Exception) -> Exception:
     failure.args = (f"{type(error).__name__}: {error}\n\nRaised by backend={backend!r}.", *failure.args[1:])
     if need("torch._dynamo.config").verbose:
         return failure.with_traceback(error.__traceback__)
-    failure.remove_dynamo_frames = lambda: failure.with_traceback(None)  # type: ignore[attr-defined]
+
+    def without_frames() -> Exception:
+        del failure.remove_dynamo_frames  # type: ignore[attr-defined]  # a local function can't be pickled
+        return failure.with_traceback(None)
+
+    failure.remove_dynamo_frames = without_frames  # type: ignore[attr-defined]
     return failure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from typing import Any
 
@@ -42,6 +43,18 @@ def test_options(model: Chain, x: Tensor, options: dict[str, Any], parts: list[s
 
 
 @pytest.mark.core
+def test_an_error_keeps_what_the_user_was_handling() -> None:
+    with pytest.raises(OptionError) as info:
+        try:
+            raise KeyError("mine")
+        except KeyError:
+            aot_hooks.budget("nonsense")
+    assert str(KeyError("mine")) in "".join(traceback.format_exception(info.value))
+    frames = traceback.extract_tb(info.value.__traceback__)
+    assert [frame.name for frame in frames[1:]] == ["call"], "frames of ours say less than the message"
+
+
+@pytest.mark.core
 def test_options_that_are_no_dict(model: Chain, x: Tensor) -> None:
     with raises(OptionError, "options must be a dict", "got ['aten']"):
         torch.compile(model, backend="aot_hooks", options=["aten"])(x)  # type: ignore[arg-type]
@@ -61,6 +74,9 @@ def test_our_message_stands_first_in_what_dynamo_raises(model: Chain, x: Tensor)
     assert frames[-1].name == "compile_wrapper", "frames of ours would push the message off the screen"
     frames = traceback.extract_tb(info.value.inner_exception.__traceback__)
     assert frames[-1].name == "_call", "this one goes down to where the hook was called"
+    assert "remove_dynamo_frames" not in vars(info.value)
+    if torch.__version__ >= "2.13":  # those of 2.11 can't be pickled, whatever the backend
+        assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
 
 
 @pytest.mark.core

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
 import threading
 import traceback
 import warnings
@@ -210,23 +209,36 @@ def test_an_error_of_the_user_under_enable_keeps_its_frames() -> None:
     assert any(f"{torch.__path__[0]}" in line for line in shown(run))
 
 
+ENABLES = "import torch, aot_hooks; aot_hooks.enable(aot_hooks.float8())"
+TRAINS = "torch.nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()"
+SPAWNS = f"""import multiprocessing
+child = multiprocessing.get_context("spawn").Process(target=exec, args=({f"{ENABLES}; {TRAINS}"!r}, {{}}))
+child.start(), child.join()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("after", "sentence"),
-    [("", "No compiled function was called: compile the model"), ("raise ValueError('mine')", None)],
+    ("script", "warn", "last"),
+    [
+        (f"{ENABLES}; {TRAINS}", "default", "No compiled function was called: compile the model"),
+        (f"{ENABLES}; {TRAINS}", "error", None),
+        (f"{ENABLES}; {TRAINS}; raise ValueError('mine')", "default", "ValueError: mine"),
+        (f"{ENABLES}; import argparse; argparse.ArgumentParser().parse_args(['--help'])", "default", None),
+        (SPAWNS, "default", None),
+    ],
+    ids=["trains", "an error", "fails", "help", "worker"],
 )
-def test_a_switch_that_nobody_ends_speaks_at_the_end_of_the_process(after: str, sentence: str | None) -> None:
-    script = """
-        import torch, aot_hooks
-        aot_hooks.enable(aot_hooks.float8())
-        torch.nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script) + after]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()
-    if sentence is None:
-        assert shown[-1] == "ValueError: mine"
+def test_a_switch_that_nobody_ends_speaks_at_the_end_of_a_process_that_trains(
+    script: str, warn: str, last: str | None
+) -> None:
+    python = f"import warnings; warnings.simplefilter({warn!r}, UserWarning); {script}"
+    shown = subprocess.run([sys.executable, "-c", python], capture_output=True, text=True, check=False).stderr
+    lines = shown.splitlines()
+    if last is None:
+        assert lines == []
     else:
-        assert len(shown) == 1 and sentence in shown[0]
+        assert last in lines[-1] and "UnusedWarning" not in "".join(lines[:-1]), shown
 
 
 def test_evaluation_first_is_no_mistake() -> None:
