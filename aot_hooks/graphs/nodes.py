@@ -26,6 +26,7 @@ _T = TypeVar("_T")
 _OWN_FRAME = re.compile(rf'File "{re.escape(PACKAGE)}[^"]*", line \d+, in .*\n\s*.*')
 
 # keys of node.meta
+FACTOR = "aot_hooks_factor"  # the backward multiplies by this value, see passes/multiples.py; no hook packs it
 PACKED = "aot_hooks_packed"  # a hook made this value; an outer graph that saves it must not pack it again
 MADE_EARLY = "aot_hooks_gradient"  # a gradient that the forward made, see passes/chunk.py
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"  # torch's own: save it without the check of autograd's versions

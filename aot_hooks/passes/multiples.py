@@ -7,8 +7,8 @@
 
 It is done for hooks that are off by a share of each number: a multiple is off by the same share, so the error stays as
 it is, as long as the numbers are in the normal range of the hook's format. The factors are exact: copies of small
-parameters, which a program may write past autograd's versions before the backward, and one number a row, which is too
-short to be packed. A product of two tensors that are both rounded has the errors of both;
+parameters, which a program may write past autograd's versions before the backward, and one number a row, which no hook
+packs then. A product of two tensors that are both rounded has the errors of both;
 `options["recompute_pointwise"]` computes these again, too.
 """
 
@@ -26,8 +26,8 @@ from cudagraph.graph.snapshots import SNAPSHOT, written_inputs
 from cudagraph.placeholder import results_of
 
 from ..graphs.nodes import (
+    FACTOR,
     NO_VERSION_CHECK,
-    PACKED,
     input_storages,
     is_float,
     region_output,
@@ -95,6 +95,8 @@ def multiply_anew(
                 del left[node]
     # what became a multiple itself is made first
     rows = rows_of([(each.node, each.slot) for each in found], roots)
+    for n in {n for each in found for n in each.sources if _one_a_row(n)}:
+        n.meta[FACTOR] = True  # a hook of the user's could take it
     copies = _copies(fw, dict.fromkeys(n for each in found for n in each.sources if n in parameters))
     slots |= slots_of(fw, bw, num_fwd_outputs, copies.values())
     for each in found:
@@ -120,7 +122,7 @@ def _copies(fw: GraphModule, parameters: Iterable[Node]) -> dict[Node, Node]:
     for parameter in parameters:
         with fw.graph.inserting_after(last):
             found[parameter] = call(fw.graph, torch.ops.aten.clone.default, parameter)
-        found[parameter].meta[PACKED] = True
+        found[parameter].meta[FACTOR] = True
     return found
 
 

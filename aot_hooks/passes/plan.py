@@ -21,6 +21,7 @@ from ..errors import OptionError
 from ..graphs.backward_reads import FoundRead
 from ..graphs.layout import in_memory_order, is_contiguous
 from ..graphs.nodes import (
+    FACTOR,
     MADE_EARLY,
     PACKED,
     REGION,
@@ -369,6 +370,8 @@ def _why_unpackable(value: SavedValue, readers: Sequence[Node]) -> str:
         return "a gradient that the forward made, see docs/chunk.md"
     if node.meta.get(PACKED) or (inside is not None and inside.meta.get(PACKED)):
         return "packed in a nested compiled region"
+    if node.meta.get(FACTOR):
+        return "the backward multiplies another saved tensor by it"
     if node.meta.get(SNAPSHOT):
         return "an input of the graph, as it was before the graph writes to it, or the program does"
     if _read_beside(value):

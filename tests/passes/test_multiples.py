@@ -183,6 +183,31 @@ def test_numbers_that_float16_rounds_by_more_than_a_share_stay_saved() -> None:
     assert not multiples(aot_hooks.plan(model, x, policy=cast(torch.float16), inner="aten"))
 
 
+def test_no_hook_packs_a_factor() -> None:
+    """A hook of the user's may decline nothing. If it rounded the number a row, the error would be that of both."""
+
+    def pack(t: Tensor) -> Tensor:
+        return t.to(torch.bfloat16)
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.gate, self.last = nn.Linear(64, 64), nn.Linear(64, 1), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return self.last(y * self.gate(x))
+
+    model, (_, x) = Gated(), stack()
+    hook = Hook("own", pack, lambda t: t.float(), lossy=True, error=0.002, digits=8, relative=True)
+    call = compiled(model, hook)
+    gradients(call, model, x)
+    (plan,) = last_plans(call)
+    assert multiples(plan)
+    rows = [d for d in plan.decisions if d.saved.shape[-1:] == (1,)]
+    assert [(d.hook, d.reason) for d in rows] == [(KEEP, "the backward multiplies another saved tensor by it")]
+
+
 def test_reports_name_it() -> None:
     model, x = stack()
     text = aot_hooks.format_report(aot_hooks.plan(model, x, policy=FLOAT8, inner="aten"))
