@@ -81,8 +81,8 @@ def enable(
         UnsupportedTorchError: this torch lacks what it needs.
 
     Warns:
-        UnusedWarning: on its end, or that of the process if that trained, if no graph that "inductor" compiles has run
-            while it was the innermost.
+        UnusedWarning: no graph that "inductor" compiles has run while it was the innermost. The warning comes when it
+            ends. If nobody ends it, the warning comes at the end of the process, but only of one that has trained.
     """
     return Enabled(policy, scope, options, check)
 
@@ -95,9 +95,10 @@ def disable() -> None:
 
 @atexit.register
 def _end_with_the_process() -> None:
-    """Say what is said at the end of those that nobody has ended, in a process that has trained or called for them.
+    """End each `Enabled` that the program has left open, so that its last line or its warning is printed.
 
-    Neither `script.py --help` nor a worker that imports the script has done that, and nothing goes below a traceback.
+    A process that has neither trained nor called a compiled function prints nothing: `script.py --help` is one, and a
+    worker that imports the script. Nor does one that ends with an error, whose traceback shall stand last.
     """
     if hasattr(sys, "last_type") or multiprocessing.parent_process() is not None:
         return
