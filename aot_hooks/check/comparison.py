@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-_ONE = 5  # limits that one parameter may be off by: at 0.1 half of its gradient, as small gradients are mostly rounding
+ONE = 5  # limits that one parameter may be off by: at 0.1 half of its gradient, as small gradients are mostly rounding
 _PIECE = 1 << 23  # elements that are compared at once: 64 MiB of float64 beside gradients that fill the device
 # smallest norm of a gradient that means something, as a share of the norm of all: what is below it is rounding
 VANISHING = {torch.float64: 1e-14, torch.float32: 1e-7, torch.float16: 1e-4, torch.bfloat16: 1e-4}
@@ -64,8 +64,17 @@ class Error:
     def most(self) -> float:
         return max(self.leaves, self.passed_on)
 
+    @property
+    def of_one(self) -> float:
+        return 0.0 if self.worst is None else self.worst.error
+
+    @property
+    def severity(self) -> float:
+        """The limit that the error just meets: for all gradients together, and for one alone, which may be off more."""
+        return max(self.most, self.of_one / ONE)
+
     def above(self, limit: float) -> bool:
-        return self.most > limit or (self.worst is not None and self.worst.error > _ONE * limit)
+        return self.severity > limit
 
 
 def relative_error(found: Iterable[Deviation]) -> float:
