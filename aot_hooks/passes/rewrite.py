@@ -34,7 +34,7 @@ from .edits import log, show
 from .gathers import regather, with_gathers
 from .inline import inline, lift_constants
 from .multiples import multiply_anew, with_multiples
-from .norm_inputs import norms_of_rounded, restore_norm_inputs
+from .norm_inputs import all_norms, norms_of_rounded, restore_norm_inputs
 from .plan import NOTHING, UNCOPIED, Choice, Decision, Plan, Unpacked, decide
 from .results import save_results, with_results
 from .split import split_decisions
@@ -99,6 +99,10 @@ def rewrite(
             multiples = multiply_anew(fw, bw, num_fwd_outputs, parameters=parameters, roots=roots)
     read_boundary = partial(boundary, fw, bw, num_fwd_outputs, static_inputs, roots)
     cross, choices, gathered = _chosen(fw, bw, num_fwd_outputs, settings, options, read_boundary)
+    decompositions = inductor.decompositions() if options.for_inductor else None
+    if options.as_if_lossy:  # what is saved may be rounded when the backward reads it
+        norms = all_norms(bw, cross)
+        restore_norm_inputs(bw, norms, decompositions=decompositions, keeps_exact=True)
     trace = options.trace or tracer(options.for_inductor)
     choices, units = trace_units(choices, trace, for_inductor=options.for_inductor)
     transfers: tuple[Transfer, ...] = ()
@@ -107,7 +111,7 @@ def rewrite(
             units = choose_positions(units, fw, early=options.packs_early and options.trace is None)
         norms = norms_of_rounded(bw, cross, units)
         units = inline(fw, bw, cross, units)
-        restore_norm_inputs(bw, norms)
+        restore_norm_inputs(bw, norms, decompositions=decompositions)
         if options.for_inductor:
             _form_for_inductor(fw, bw, units)
         choices, units, transfers = _place_transfers(
