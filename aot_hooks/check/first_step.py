@@ -242,7 +242,7 @@ class _Call:
             kinds = rounded_kinds(self.checked.plans, self.checked.without[1])
             if not repeated:  # hooks draw random numbers: what they round is compared in a run of its own
                 found = self._rounded(kinds, incoming)
-            errors = deviations(self.names, without, found)
+            errors = self._deviations(without, found)
             error = Error.of(errors)
             if not error.above(self.checked.limit):
                 return errors, None, None
@@ -250,6 +250,9 @@ class _Call:
                 return errors, without if repeated else None, None
             causes = self._causes(kinds, without, incoming, error)
         return errors, without if repeated else None, _Wrong(self.checked, error, causes, repeated)
+
+    def _deviations(self, without: Sequence[Any], found: Sequence[Any]) -> list[Deviation]:
+        return deviations(self.names, without, found, {d.saved.dtype for d in self.checked.without[1].decisions})
 
     def _rounded(self, kinds: dict[Kind, Kinds], incoming: Sequence[Any]) -> Sequence[Any]:
         hooks = {i: each.hook for each in kinds.values() for i in each.positions}
@@ -265,7 +268,7 @@ class _Call:
             def error_with(some: Collection[Kind]) -> Error:
                 rounded.clear()
                 rounded.update({i: kinds[kind].hook for kind in some for i in kinds[kind].positions})
-                return Error.of(deviations(self.names, without, backward(incoming, keep=True)))
+                return Error.of(self._deviations(without, backward(incoming, keep=True)))
 
             return find(kinds, error_with, error, self.checked.limit)
 

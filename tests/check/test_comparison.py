@@ -20,7 +20,7 @@ from aot_hooks.options import Options, check_limit
 
 def offs(*found: tuple[str, bool, float, float]) -> list[Deviation]:
     """Each a name, whether it is a parameter's, a norm, and the norm of the difference."""
-    return [Deviation(name, leaf, torch.float32, norm**2, wrong**2) for name, leaf, norm, wrong in found]
+    return [Deviation(name, leaf, 1e-7, norm**2, wrong**2) for name, leaf, norm, wrong in found]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
