@@ -38,6 +38,7 @@ from .norm_inputs import all_norms, norms_of_rounded, restore_norm_inputs
 from .plan import NOTHING, UNCOPIED, Choice, Decision, Plan, Unpacked, decide
 from .results import save_results, with_results
 from .split import split_decisions
+from .sum_of_one import sum_to_one_if_rounded
 from .units import Packing, Tracer, Unit, choose_positions, leaf_bytes_of, trace_units, tracer
 from .view_regions import label_views
 
@@ -102,6 +103,7 @@ def rewrite(
     decompositions = inductor.decompositions() if options.for_inductor else None
     if options.as_if_lossy:  # what is saved may be rounded when the backward reads it
         norms = all_norms(bw, cross)
+        sum_to_one_if_rounded(bw, cross.tensors, decompositions)
         restore_norm_inputs(bw, norms, decompositions=decompositions, keeps_exact=True)
     trace = options.trace or tracer(options.for_inductor)
     choices, units = trace_units(choices, trace, for_inductor=options.for_inductor)
@@ -110,7 +112,7 @@ def rewrite(
         if options.for_inductor:
             units = choose_positions(units, fw, early=options.packs_early and options.trace is None)
         norms = norms_of_rounded(bw, cross, units)
-        units = inline(fw, bw, cross, units)
+        units = inline(fw, bw, cross, units, decompositions)
         restore_norm_inputs(bw, norms, decompositions=decompositions)
         if options.for_inductor:
             _form_for_inductor(fw, bw, units)
