@@ -40,7 +40,7 @@ def statistics_of(x: torch.Tensor, groups: Groups) -> Statistics:
 def with_statistics(x: torch.Tensor, groups: Groups, exact: Statistics) -> torch.Tensor:
     """`x`, which was rounded, with the `exact` statistics of each group."""
     grouped = _grouped(x, groups)
-    made = norms.with_statistics(grouped, _statistics_of(grouped, groups), exact)
+    made = norms.rescaled(grouped, _statistics_of(grouped, groups), exact)
     return made.reshape(x.shape).to(x.dtype)
 
 

@@ -27,7 +27,7 @@ class Statistics(NamedTuple):
     mean: torch.Tensor
 
 
-def with_statistics(y: torch.Tensor, found: Statistics, wanted: Statistics) -> torch.Tensor:
+def rescaled(y: torch.Tensor, found: Statistics, wanted: Statistics) -> torch.Tensor:
     """`y`, whose groups have the statistics `found`, shifted and scaled so that they have those that are `wanted`."""
     ratio = (wanted.variance / found.variance).sqrt()
     ratio = torch.where(ratio < math.inf, ratio, 1.0)  # a variance that overflows says nothing of the spread

@@ -27,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..graphs import read_tables as tables
 from ..graphs.nodes import argument_called, op_name, target_name
-from ..graphs.norms import Statistics, is_as_saved, saved_by_norm, with_statistics
+from ..graphs.norms import Statistics, is_as_saved, rescaled, saved_by_norm
 from ..graphs.saved import Boundary
 from ..torch_private.values import expression, same_size
 from .edits import call, computed, with_inputs
@@ -255,7 +255,7 @@ def _restored(
     def restored(y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
         found = Statistics(*torch.var_mean(y, norm.dims, correction=0, keepdim=True))
         wanted = saved_by_norm(mean, rstd, norm.eps, found.variance, precision)
-        made = with_statistics(y, found, wanted)
+        made = rescaled(y, found, wanted)
         return torch.where(is_as_saved(found, wanted, precision), y, made) if keeps_exact else made
 
     y = _converted(graph, x, dtype)

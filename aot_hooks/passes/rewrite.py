@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -43,6 +44,18 @@ from .units import Packing, Tracer, Unit, choose_positions, leaf_bytes_of, trace
 from .view_regions import label_views
 
 
+class Form(NamedTuple):
+    """What hooks ask of the graphs that they are put into.
+
+    Attributes:
+        lossy: one may round, so decisions are split off the values that they read.
+        relative: all are off by a share of each number, so multiples need not be saved.
+    """
+
+    lossy: bool
+    relative: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewriteOptions:
     """How hooks are put into two graphs, whatever the hooks are.
@@ -53,7 +66,7 @@ class RewriteOptions:
         packs_early: without a budget, pack a value in a kernel of its own where memory is tight (`choose_positions`).
         at_run_time: calls of the graphs decide what `offload(across_graphs=True)` sends.
         unpacked: saved tensors that stay as they are.
-        as_if_lossy: save the values that a lossy hook would get, whatever the settings are.
+        as_if: save the values that hooks of this form would get, whatever the settings are.
     """
 
     for_inductor: bool
@@ -61,7 +74,7 @@ class RewriteOptions:
     packs_early: bool = True
     at_run_time: bool = False
     unpacked: Unpacked = NOTHING
-    as_if_lossy: bool = False
+    as_if: Form | None = None
 
 
 def rewrite(
@@ -91,20 +104,18 @@ def rewrite(
         label_views(bw.graph)
     replaced: tuple[Collection[SavedTensor], Collection[str]] = ((), ())
     multiples: tuple[Collection[SavedTensor], Collection[str]] = ((), ())
-    # an exact hook needs no parts
-    if options.as_if_lossy or any(getattr(setting.rule, "lossy", True) for setting in settings.settings):
+    form = options.as_if or form_of(settings)
+    if form.lossy:
         _split_what_crosses(fw, bw, num_fwd_outputs, settings)
         if options.trace is None:  # a budget chooses itself what is saved and what is computed again
             replaced = save_results(fw, bw, num_fwd_outputs, roots)
-        if _is_relative(settings):
+        if form.relative:
             multiples = multiply_anew(fw, bw, num_fwd_outputs, parameters=parameters, roots=roots)
     read_boundary = partial(boundary, fw, bw, num_fwd_outputs, static_inputs, roots)
     cross, choices, gathered = _chosen(fw, bw, num_fwd_outputs, settings, options, read_boundary)
     decompositions = inductor.decompositions() if options.for_inductor else None
-    if options.as_if_lossy:  # what is saved may be rounded when the backward reads it
-        norms = all_norms(bw, cross)
-        sum_to_one_if_rounded(bw, cross.tensors, decompositions)
-        restore_norm_inputs(bw, norms, decompositions=decompositions, keeps_exact=True)
+    if options.as_if is not None and form.lossy:
+        _bear_rounding(bw, cross, decompositions)
     trace = options.trace or tracer(options.for_inductor)
     choices, units = trace_units(choices, trace, for_inductor=options.for_inductor)
     transfers: tuple[Transfer, ...] = ()
@@ -125,6 +136,19 @@ def rewrite(
     plan = with_multiples(plan, *multiples)
     log.debug("plan: %d saved tensors, %d packed", len(plan.decisions), sum(d.hook is not KEEP for d in plan.decisions))
     return plan
+
+
+def _bear_rounding(bw: GraphModule, cross: Boundary, decompositions: Mapping[Any, Any] | None) -> None:
+    """Have `bw` read what is saved as with hooks, for a check that rounds it; what is not rounded keeps its bits."""
+    norms = all_norms(bw, cross)
+    sum_to_one_if_rounded(bw, cross.tensors, decompositions)
+    restore_norm_inputs(bw, norms, decompositions=decompositions, keeps_exact=True)
+
+
+def form_of(settings: SettingsOfGraph) -> Form:
+    """The form of the hooks of `settings`. An exact hook needs no parts."""
+    lossy = any(getattr(setting.rule, "lossy", True) for setting in settings.settings)
+    return Form(lossy, lossy and _is_relative(settings))
 
 
 def _is_relative(settings: SettingsOfGraph) -> bool:

@@ -201,6 +201,23 @@ def test_only_the_causes_stay_unpacked(lines: Lines, runs: list[Any]) -> None:
     assert float(first.split()[4]) > 0.1 > float(second.split()[4])
 
 
+def test_multiples_of_a_cause_are_multiplied_again_as_with_hooks() -> None:
+    """The second product reads a multiple of the first one's result. If that were saved, it would be exact."""
+
+    def powers_of_two(x: torch.Tensor) -> torch.Tensor:
+        return x.sign() * 2 ** x.abs().clamp(min=1e-30).log2().round()
+
+    coarse = Hook("coarse", powers_of_two, lambda q: q * 1.0, lossy=True, error=0.3, digits=2, relative=True)
+    model = made(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.RMSNorm(DIM), nn.Linear(DIM, DIM)))
+    model[0].weight.data *= 100  # so its own gradients are small beside those of the second
+    compiled = checked(lambda x: model(x).square().mean(), coarse, 0.05)
+    with pytest.warns(GradientWarning, match="'coarse' alone") as seen:
+        train(model, compiled, steps=1)
+    (text,) = [str(each.message) for each in seen if each.category is GradientWarning]
+    alone = [float(number) for number in re.findall(r"([\d.]+) off by", text)]
+    assert len(alone) == 2 and min(alone) > 0.05
+
+
 class Attention(nn.Module):
     """The gradient of the keys' bias is zero but for rounding."""
 
