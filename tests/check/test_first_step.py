@@ -576,7 +576,7 @@ def test_forwards_that_wait_take_gradients_without_hooks_once_one_has_failed() -
     with pytest.warns(GradientWarning, match="shrinks") as seen:
         for loss in [call(x) for x in batches]:
             loss.backward()
-    assert len(seen) == 1
+    assert [w.category for w in seen].count(GradientWarning) == 1
     for p, g in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, g)
 
