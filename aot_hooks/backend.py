@@ -50,6 +50,7 @@ from .partitioner import (
 from .passes.chunk_sums import add_in_place
 from .passes.partition import parameters_among
 from .passes.plan import NOTHING, Plan, Unpacked
+from .passes.rewrite import form_of
 from .planning import planner as planning
 from .planning.assignment import Assignment
 from .planning.budget import Budget
@@ -254,12 +255,18 @@ class _Versions:
         return self.compile(gm, dataclasses.replace(hooks, setting=setting), plans)
 
     def compile(
-        self, gm: GraphModule, hooks: SettingsOfGraph, plans: list[Plan], *, repeats: bool = False
+        self,
+        gm: GraphModule,
+        hooks: SettingsOfGraph,
+        plans: list[Plan],
+        *,
+        beside: SettingsOfGraph | None = None,
     ) -> _Compiled:
         """The version with `hooks`, from torch's cache if that has it. Its plans are appended to `plans`.
 
-        `repeats`: it runs without hooks, beside the graph with hooks, and its backward may run several times.
+        `beside`: it runs without hooks, beside the graph with these, and its backward may run several times.
         """
+        repeats = beside is not None
         compilation = cudagraphs.compilation(self.capture) if self.capture is not None and not repeats else None
         donated: list[bool] = []
         unpacked = NOTHING if repeats else self.unpacked
@@ -273,7 +280,7 @@ class _Versions:
             live=self.live,
             at_run_time=self.capture is None and not inductor.copies_are_static(self.patches),
             unpacked=unpacked,
-            as_if_lossy=repeats and not self.planner.has_budget,
+            as_if=None if beside is None or self.planner.has_budget else form_of(beside),
         )
 
         def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
@@ -286,7 +293,7 @@ class _Versions:
             gm,
             self.inputs,
             hooks,
-            options=self._in_key(gm, compilation, unpacked, repeats=repeats),
+            options=self._in_key(gm, compilation, unpacked, beside),
             roots=self.paths,
             plans=plans,
             compile_graph=compile_graph,
@@ -294,14 +301,16 @@ class _Versions:
         )
 
     def _in_key(
-        self, gm: GraphModule, compilation: Compilation | None, unpacked: Unpacked, *, repeats: bool
+        self, gm: GraphModule, compilation: Compilation | None, unpacked: Unpacked, beside: SettingsOfGraph | None
     ) -> dict[str, Any]:
         """What the compiled code depends on beside the graph and its settings."""
         in_key = _made_with(self.mode, self.options, self.patches) | self.planner.key()
         if compilation is not None:
             in_key["cudagraphs"] = compilation.key(gm)
-        if repeats or unpacked != NOTHING:
-            in_key["check"] = "without hooks" if repeats else unpacked
+        if beside is not None:
+            in_key["check"] = "without hooks", *form_of(beside)
+        elif unpacked != NOTHING:
+            in_key["check"] = unpacked
         return in_key
 
 
@@ -364,7 +373,7 @@ def _compiled_without(
     keep = SettingsOfGraph(Setting(KEEP, SCOPE), dict.fromkeys(hooks.regions, Setting(KEEP, SCOPE)))
     try:
         with aot.second_compilation():
-            run = versions.compile(gm, keep, plans_without, repeats=True)
+            run = versions.compile(gm, keep, plans_without, beside=hooks)
     except RuntimeError as e:  # the graph with hooks is fine
         first_step.not_compared(f"it can't be compiled without hooks ({type(e).__name__}: {e})")
         return None

@@ -43,7 +43,7 @@ from .passes.permutations import gather_gradients
 from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
 from .passes.regions import RegionRow
 from .passes.results import save_results
-from .passes.rewrite import RewriteOptions, rewrite
+from .passes.rewrite import Form, RewriteOptions, rewrite
 from .passes.tile import Tiled, tiled
 from .passes.units import Tracer, tracer
 from .planning.assignment import Assignment
@@ -102,7 +102,7 @@ class PlanningPartition:
         live: plans have the bytes alive along both graphs, before and after the rewrite.
         at_run_time: the host runs each kernel, so `offload` decides then what it sends; a budget has decided already.
         unpacked: saved tensors that stay as they are; a budget rounds none of them.
-        as_if_lossy: save what a graph with lossy hooks saves, to compare with it.
+        as_if: save what a graph with hooks of this form saves, to compare with it.
         shared: with plans of other budgets for the same graph; None: with none.
     """
 
@@ -116,7 +116,7 @@ class PlanningPartition:
     live: bool
     at_run_time: bool = False
     unpacked: Unpacked = NOTHING
-    as_if_lossy: bool = False
+    as_if: Form | None = None
     shared: Shared | None = None
 
     def __call__(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> _Pair:
@@ -223,7 +223,7 @@ class _Partitioning:
         ms = 0.0
         if is_first and (self.asked.live or self.has_budget):
             live = live_bytes(fw, bw, fused=self.fused, **self.outputs)
-        if is_first and not self.asked.as_if_lossy:
+        if is_first and self.asked.as_if is None:
             ms = predicted_ms(fw, bw, self.fused, launched=self.asked.at_run_time)
         casts = self._recast(fw, bw)
         self.shared.stocks.setdefault(gm, _Stock(live, ms, casts, donating))
@@ -253,7 +253,7 @@ class _Partitioning:
             packs_early=packs_early,
             at_run_time=asked.at_run_time,
             unpacked=asked.unpacked if trace is None else NOTHING,  # a budget has heeded it
-            as_if_lossy=asked.as_if_lossy,
+            as_if=asked.as_if,
         )
         settings = SettingsOfGraph(setting, self.hooks.regions)
         parameters = () if self.nested else parameters_of(fw, self.static, asked.parameters)
@@ -277,7 +277,7 @@ class _Partitioning:
         plan = with_casts(self.rewritten(fw, bw, self.hooks.setting), self.shared.stocks[self.joint].casts)
         if self.fused and self.asked.options.recompute_pointwise and self.hooks.settings:
             split_and_hold(fw, bw, **self.outputs)
-        if self.asked.live or not self.asked.as_if_lossy:
+        if self.asked.live or self.asked.as_if is None:
             plan = self._compared(fw, bw, plan)
         return self._finished(fw, bw, dataclasses.replace(plan, **_rows(self.notes)))
 

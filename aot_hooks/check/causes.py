@@ -33,8 +33,8 @@ class Kinds:
 
 @dataclass(frozen=True)
 class Causes:
-    """What was found: the causes with the error that each makes alone, the worst first; none if rounding explains
-    nothing."""
+    """What was found: the causes, the worst first, each with the error that it makes alone; none if rounding explains
+    nothing. The errors are of all gradients together, or of one alone if only one is above the limit."""
 
     found: tuple[tuple[Kinds, float], ...]
     all_together: float
@@ -63,16 +63,16 @@ def find(
         error_with: runs the backward with the kinds that it gets rounded.
         seen: the error with hooks.
     """
+
+    def shown(error: Error) -> float:
+        return error.most if seen.most > limit else error.of_one
+
     everything = error_with([*kinds]) if kinds else Error(0.0, 0.0, None)
-    if not everything.above(limit) and everything.most < _EXPLAINED * seen.most:
-        return Causes((), everything.most)
+    if not everything.above(limit) and everything.severity < _EXPLAINED * seen.severity:
+        return Causes((), shown(everything))
     alone = {kind: error_with([kind]) for kind in kinds} if len(kinds) > 1 else dict.fromkeys(kinds, everything)
-    order = sorted(kinds, key=lambda kind: _severity(alone[kind]), reverse=True)
+    order = sorted(kinds, key=lambda kind: alone[kind].severity, reverse=True)
     count = 1
     while count < len(order) and error_with(order[count:]).above(limit):
         count += 1
-    return Causes(tuple((kinds[kind], alone[kind].most) for kind in order[:count]), everything.most)
-
-
-def _severity(error: Error) -> tuple[float, float]:
-    return error.most, 0.0 if error.worst is None else error.worst.error
+    return Causes(tuple((kinds[kind], shown(alone[kind])) for kind in order[:count]), shown(everything))

@@ -41,7 +41,7 @@ from ..settings.setting import Setting
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
 from .causes import Causes, Kinds, find, rounded_kinds
-from .comparison import Deviation, Error, deviations
+from .comparison import ONE, Deviation, Error, deviations
 
 log = logging.getLogger("aot_hooks")
 _lock = threading.RLock()
@@ -141,7 +141,8 @@ class Checked:
         """Have the function compiled again without the hooks of `causes`; if nothing explains it, without any."""
         reason = "check: gradients were {:.2g} off with it"
         kinds = {Kind.of(kinds.saved): reason.format(alone) for kinds, alone in causes.found}
-        everything = "" if kinds else f"{reason.format(error.most)}, and no rounding explains that"
+        seen = error.most if error.most > self.limit else error.of_one
+        everything = "" if kinds else f"{reason.format(seen)}, and no rounding explains that"
         if self.code is None or not (kinds.keys() - dict(self.left.kinds) if kinds else not self.left.everything):
             self.gives_up = True
             return
@@ -241,7 +242,7 @@ class _Call:
             kinds = rounded_kinds(self.checked.plans, self.checked.without[1])
             if not repeated:  # hooks draw random numbers: what they round is compared in a run of its own
                 found = self._rounded(kinds, incoming)
-            errors = deviations(self.names, without, found)
+            errors = self._deviations(without, found)
             error = Error.of(errors)
             if not error.above(self.checked.limit):
                 return errors, None, None
@@ -249,6 +250,9 @@ class _Call:
                 return errors, without if repeated else None, None
             causes = self._causes(kinds, without, incoming, error)
         return errors, without if repeated else None, _Wrong(self.checked, error, causes, repeated)
+
+    def _deviations(self, without: Sequence[Any], found: Sequence[Any]) -> list[Deviation]:
+        return deviations(self.names, without, found, {d.saved.dtype for d in self.checked.without[1].decisions})
 
     def _rounded(self, kinds: dict[Kind, Kinds], incoming: Sequence[Any]) -> Sequence[Any]:
         hooks = {i: each.hook for each in kinds.values() for i in each.positions}
@@ -264,7 +268,7 @@ class _Call:
             def error_with(some: Collection[Kind]) -> Error:
                 rounded.clear()
                 rounded.update({i: kinds[kind].hook for kind in some for i in kinds[kind].positions})
-                return Error.of(deviations(self.names, without, backward(incoming, keep=True)))
+                return Error.of(self._deviations(without, backward(incoming, keep=True)))
 
             return find(kinds, error_with, error, self.checked.limit)
 
@@ -379,9 +383,9 @@ def _once_each(found: Sequence[_Wrong]) -> list[_Wrong]:
     worst: dict[Checked, _Wrong] = {}
     for each in found:
         known = worst.setdefault(each.checked, each)
-        if each.error.most > known.error.most:
+        if each.error.severity > known.error.severity:
             worst[each.checked] = each
-    return sorted(worst.values(), key=lambda each: each.error.most, reverse=True)
+    return sorted(worst.values(), key=lambda each: each.error.severity, reverse=True)
 
 
 def _message(wrong: _Wrong) -> str:
@@ -405,12 +409,18 @@ def _message(wrong: _Wrong) -> str:
         if wrong.is_mended
         else "This step took them as they are: the hooks draw random numbers, so a run without them takes others"
     )
-    worst = "" if (o := wrong.error.worst) is None else f" (worst {o.name} {o.error:.2g})"
+    worst = "" if (o := wrong.error.worst) is None else f"worst {o.name} {o.error:.2g}"
+    off = (
+        f"gradients with {titles} are {wrong.error.most:.2g} off those without hooks, above the limit {checked.limit:g}"
+        f"{f' ({worst})' if worst else ''}"
+        if wrong.error.most > checked.limit
+        else f"one gradient with {titles} is off the one without hooks by more than {ONE} times the limit "
+        f"{checked.limit:g}: {worst} (all together {wrong.error.most:.2g})"
+    )
     again = " The function can't be compiled again now, so its graph runs without hooks." if checked.gives_up else ""
     return (
-        f"aot_hooks: check: gradients with {titles} are {wrong.error.most:.2g} off those without hooks, above the "
-        f"limit {checked.limit:g}{worst}. {what}{again} {step}. If so much is "
-        "expected of the hook, raise the limit: check=0.3, say"
+        f"aot_hooks: check: {off}. {what}{again} {step}. If so much is expected of the hook, raise the limit: "
+        "check=0.3, say"
     )
 
 

@@ -4,8 +4,8 @@
       x' = unpack(codes), with mean m' and variance v'
       x" = (x' - m') * sqrt(v / v') + m                                              what the norm's backward reads
 
-passes/norm_inputs.py does the same in graphs, and says why. There v follows from the norm's own `rstd` and `eps`. The
-node of a layer norm has no `eps`, so here v is kept.
+In graphs v follows from the norm's own `rstd` and `eps`, see graphs/norms.py. The node of a layer norm has no `eps`, so
+here v is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..graphs.read_tables import NOISE
+from ..graphs import norms
+from ..graphs.norms import Statistics
 from ..torch_private import autograd
 
 
@@ -23,11 +24,6 @@ class Groups(NamedTuple):
 
     shape: tuple[int, ...]  # of the input, so that a group is whole dimensions
     dims: tuple[int, ...]  # the dimensions of a group
-
-
-class Statistics(NamedTuple):
-    variance: torch.Tensor  # as all of these in single precision, or double for double
-    mean: torch.Tensor
 
 
 def groups_read_by(node: Any, shape: torch.Size) -> Groups | None:
@@ -42,15 +38,10 @@ def statistics_of(x: torch.Tensor, groups: Groups) -> Statistics:
 
 
 def with_statistics(x: torch.Tensor, groups: Groups, exact: Statistics) -> torch.Tensor:
-    """`x`, which was rounded, shifted and scaled so that each group has its `exact` statistics."""
+    """`x`, which was rounded, with the `exact` statistics of each group."""
     grouped = _grouped(x, groups)
-    variance, mean = _statistics_of(grouped, groups)
-    ratio = (exact.variance / variance).sqrt()
-    # a variance that overflows says nothing of the spread
-    ratio = torch.where(ratio.isfinite(), ratio, 1.0)
-    # numbers that came back equal differ from their mean by its rounding
-    ratio = torch.where(variance > (mean * NOISE).square(), ratio, 0.0)
-    return (grouped * ratio + (exact.mean - mean * ratio)).reshape(x.shape).to(x.dtype)
+    made = norms.rescaled(grouped, _statistics_of(grouped, groups), exact)
+    return made.reshape(x.shape).to(x.dtype)
 
 
 def _grouped(x: torch.Tensor, groups: Groups) -> torch.Tensor:

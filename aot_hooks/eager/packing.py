@@ -42,6 +42,7 @@ from ..contract import check_packed, check_unpacked, function_named, input_mutat
 from ..errors import AotHooksError, HookContractError, HookTraceError
 from ..graphs.backward_reads import Read
 from ..graphs.layout import expanded_dimensions, with_strides
+from ..graphs.norms import Statistics
 from ..graphs.probabilities import as_probabilities
 from ..hook import KEEP, Hook
 from ..identity.frozen import described
@@ -53,7 +54,7 @@ from ..settings.setting import SCOPE, Setting, looks_at_modules
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
 from .modules import note_running_modules
-from .norms import Groups, Statistics, statistics_of, with_statistics
+from .norms import Groups, statistics_of, with_statistics
 from .readers import Reading, Saved, fake_of, find_from, find_from_backward, this_thread
 from .rows import EagerRow
 

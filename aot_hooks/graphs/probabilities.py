@@ -84,8 +84,15 @@ def is_division_by_sum(node: Node, exponentials: Node) -> bool:
     return op_name(node) in _SOFTMAX and node.target is _aten.div.Tensor and node.args[0] is exponentials
 
 
-def as_probabilities(y: torch.Tensor, dimension: int) -> torch.Tensor:
-    """`y`, divided by its sum along `dimension`; at least in single precision inside."""
+def as_probabilities(y: torch.Tensor, dimension: int, *, keeps_exact: bool = False) -> torch.Tensor:
+    """`y`, divided by its sum along `dimension`; at least in single precision inside.
+
+    `keeps_exact`: a sum that is one but for roundings counts as one.
+    """
     wide = y if y.dtype is torch.float64 else y.float()
     total = wide.sum(dimension, keepdim=True)
-    return (wide / total.masked_fill(total == 0, 1.0)).to(y.dtype)  # rounded to zeros
+    total = torch.where(total == 0, 1.0, total)  # rounded to zeros
+    if keeps_exact:
+        rounding = max(tables.NOISE, torch.finfo(y.dtype).eps)
+        total = torch.where((total - 1.0).abs() <= rounding, 1.0, total)
+    return (wide / total).to(y.dtype)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cudagraph.placeholder import nearest_first, results_of
 
@@ -46,6 +47,20 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     node = graph.call_function(target, args, kwargs)
     run_on_fakes(node)
     return node
+
+
+def computed(
+    graph: Graph, fn: Callable[..., torch.Tensor], *inputs: Node, decompositions: Mapping[Any, Any] | None = None
+) -> Node:
+    """Insert the calls that `fn` makes on the values of `inputs`; returns its result."""
+    values = [node.meta["val"] for node in inputs]
+    with torch_values.tracing_on_fakes(values[0].fake_mode), torch_values.python_dispatcher():
+        traced = make_fx(fn, decomposition_table=decompositions)(*values).graph
+    made: dict[Any, Node] = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in traced.nodes:
+        if node.op == "call_function":
+            made[node] = graph.node_copy(node, made.__getitem__)
+    return made[traced.output_node().args[0]]
 
 
 def set_saved(

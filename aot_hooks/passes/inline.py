@@ -14,7 +14,7 @@ node gets a value of its own: its operator runs on fake tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,19 +25,25 @@ from cudagraph.placeholder import after_inputs
 
 from ..graphs.layout import fake_in, in_layout, in_memory_order, laid_out, layout_of
 from ..graphs.nodes import PACKED, has_tag, storage_of
-from ..graphs.probabilities import is_division_by_sum, summed_dimension
 from ..graphs.saved import Boundary, SavedValue
 from ..torch_private import values as torch_values
 from ..torch_private.inductor_fusion import FROM_HOOK, mark_alone
 from .edits import call, clean_name, insert_backward_input, last_use, set_saved, with_inputs
 from .plan import has_symbols, same_view
+from .sum_of_one import with_sum_of_one
 from .units import Packing, Unit, leaf_bytes_of
 
 _CONSTANT = "_aot_hooks_constant_"  # attributes of the graphs
 _Pairs = list[tuple[Node, Node]]  # forward nodes that cross, each with its backward placeholder
 
 
-def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable[Unit]) -> tuple[Unit, ...]:
+def inline(
+    fw: GraphModule,
+    bw: GraphModule,
+    boundary: Boundary,
+    units: Iterable[Unit],
+    decompositions: Mapping[Any, Any] | None = None,
+) -> tuple[Unit, ...]:
     """Put the packings of `units` into both graphs, in place; returns the units with the leaves that cross."""
     units = tuple(units)
     ends = [after_inputs(_last_use(unit)) for unit in units]
@@ -54,7 +60,7 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
                 leaves, strides = _pack_in_backward(bw, unit, packing)
             else:
                 packing, leaves, strides = _pack_in_forward(fw, bw, unit, packing, end, crossing[slot], numbers)
-            _unpack(bw, unit, packing, leaves, strides, numbers)
+            _unpack(bw, unit, packing, leaves, strides, numbers, decompositions)
             packings.append(packing)
         inlined.append(replace(unit, packings=tuple(packings)))
     _set_outputs(fw, boundary, crossing, numbers)
@@ -87,7 +93,13 @@ def _pack_in_forward(
 
 
 def _unpack(
-    bw: GraphModule, unit: Unit, packing: Packing, leaves: list[Node], strides: list[Node], numbers: _Pairs
+    bw: GraphModule,
+    unit: Unit,
+    packing: Packing,
+    leaves: list[Node],
+    strides: list[Node],
+    numbers: _Pairs,
+    decompositions: Mapping[Any, Any] | None,
 ) -> None:
     """Unpack `leaves` before the first reader of `packing`, and have its readers read the result."""
     with bw.graph.inserting_before(min(packing.readers)):
@@ -96,7 +108,7 @@ def _unpack(
             with_gaps = not packing.hook.lossy  # the numbers are rounded anyway, and gaps take memory
             out = _from_hook(bw, in_layout, out, layout, with_gaps, value=unit.source.meta["val"])
         if packing.hook.lossy:
-            out = _with_sum_of_one(bw, out, unit, packing.readers)
+            out = with_sum_of_one(bw, out, unit.saved, unit.views, packing.readers, decompositions=decompositions)
         _read_from(bw, out, packing.readers, unit, numbers)
 
 
@@ -268,38 +280,6 @@ def _read_from(bw: GraphModule, out: Node, readers: Collection[Node], unit: Unit
         for reader in list(member.bw_node.users):
             if reader in readers:
                 reader.replace_input_with(member.bw_node, source)
-
-
-def _with_sum_of_one(bw: GraphModule, out: Node, unit: Unit, readers: Collection[Node]) -> Node:
-    """`out` scaled so that each row sums to one, if it is a result of softmax.
-
-    If it is the exponentials of a softmax, the quotients that `readers` make of it are scaled instead.
-    """
-    dimension = summed_dimension(unit.saved.fw_node)
-    if dimension is None:
-        return out
-    members = (unit.saved.bw_node, *(view.bw_node for view in unit.views))
-    quotients = [r for r in readers if any(is_division_by_sum(r, member) for member in members)]
-    for quotient in quotients:
-        with bw.graph.inserting_before(quotient.next):
-            made = _as_probabilities(bw, quotient, dimension)
-        own = with_inputs([made], {quotient}.__contains__)
-        for reader in [user for user in quotient.users if user not in own]:
-            reader.replace_input_with(quotient, made)
-    is_result = str(unit.saved.fw_node.target) != "aten.exp.default"
-    return _as_probabilities(bw, out, dimension) if is_result and not quotients else out
-
-
-def _as_probabilities(bw: GraphModule, y: Node, dimension: int) -> Node:
-    """The calls of `as_probabilities`, which says why."""
-    dtype = y.meta["val"].dtype
-    convert = torch.ops.prims.convert_element_type.default
-    wide = y if dtype in (torch.float32, torch.float64) else call(bw.graph, convert, y, torch.float32)
-    total = call(bw.graph, torch.ops.aten.sum.dim_IntList, wide, [dimension], True)
-    is_zero = call(bw.graph, torch.ops.aten.eq.Scalar, total, 0)
-    total = call(bw.graph, torch.ops.aten.add.Tensor, total, is_zero)  # 1 for 0; Inductor lowers no masked_fill
-    made = call(bw.graph, torch.ops.aten.div.Tensor, wide, total)
-    return made if wide is y else call(bw.graph, convert, made, dtype)
 
 
 def _in_backward(bw: GraphModule, arguments: Any, value: SavedValue, numbers: _Pairs) -> Any:

@@ -2,7 +2,7 @@
 
       x' = unpack(...)                  off by 6% of x
       n = (x' - mean) * rstd            off by 6% of mean * rstd: 20 where a group's numbers are all 1, for 0
-      x" = addcmul(mean - t * m', x', t)    with m' the mean of x', and t so that x" has the variance of x
+      x" = (x' - m') * t + mean             with m' the mean of x', and t so that x" has the variance of x
       n = (x" - mean) * rstd            at most sqrt(count of a group), and 0 for a group of equal numbers
 
 Mean and rstd are saved as they are, and rstd is up to 316. What norms divide by it is small only if both belong to the
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -27,9 +27,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..graphs import read_tables as tables
 from ..graphs.nodes import argument_called, op_name, target_name
+from ..graphs.norms import Statistics, is_as_saved, rescaled, saved_by_norm
 from ..graphs.saved import Boundary
 from ..torch_private.values import expression, same_size
-from .edits import call, with_inputs
+from .edits import call, computed, with_inputs
 from .units import Unit
 
 _aten = torch.ops.aten
@@ -45,8 +46,6 @@ _BACKWARDS = {
     "aten.miopen_batch_norm_backward.default": ("input", "save_mean", "save_var"),
 }
 _WIDE = (torch.float32, torch.float64)
-# Roundings of rstd's dtype to which `1 - eps * rstd**2` is known: rstd's own counts twice; the product and the sum.
-_ROUNDINGS = 4
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,16 @@ class Norm:
     dims: tuple[int, ...]
 
 
+def all_norms(bw: GraphModule, boundary: Boundary) -> tuple[Norm, ...]:
+    """The norms of `bw` that subtract a mean, and save it with `rstd`."""
+    return (*_whole_norms(bw, boundary), *_decomposed_norms(bw, boundary))
+
+
 def norms_of_rounded(bw: GraphModule, boundary: Boundary, units: Iterable[Unit]) -> tuple[Norm, ...]:
     """The norms of `bw` whose input lossy hooks of `units` will round, or numbers that it is computed from."""
     rounded = _rounded(bw, units)
-    if not rounded:
-        return ()
-    found = [*_whole_norms(bw, boundary), *_decomposed_norms(bw, boundary)]
     kept = []
-    for norm in found:
+    for norm in all_norms(bw, boundary) if rounded else ():
         inputs = tuple(p for p in norm.inputs if p.node in rounded or (p.node, p.user) in rounded)
         if inputs and norm.rstd.node not in rounded:  # a rounded mean is taken for the exact one
             kept.append(replace(norm, inputs=inputs))
@@ -210,8 +211,17 @@ def _read_by_norms(node: Node) -> Iterator[_Place]:
 # --- the rewrite ------------------------------------------------------------------------------------------------------
 
 
-def restore_norm_inputs(bw: GraphModule, norms: Iterable[Norm]) -> None:
-    """Have `norms` read their rounded inputs with the mean and the variance that were saved. In place."""
+def restore_norm_inputs(
+    bw: GraphModule,
+    norms: Iterable[Norm],
+    *,
+    decompositions: Mapping[Any, Any] | None = None,
+    keeps_exact: bool = False,
+) -> None:
+    """Have `norms` read their rounded inputs with the mean and the variance that were saved. In place.
+
+    `keeps_exact`: numbers that were not rounded keep their bits.
+    """
     for norm in norms:
         for x in dict.fromkeys(place.node for place in norm.inputs):
             readers = [place for place in norm.inputs if place.node is x]
@@ -220,7 +230,7 @@ def restore_norm_inputs(bw: GraphModule, norms: Iterable[Norm]) -> None:
                 if node.op != "placeholder" and node > first:
                     first.prepend(node)
             with bw.graph.inserting_before(first):
-                if (made := _restored(bw.graph, x, norm)) is None:
+                if (made := _restored(bw.graph, x, norm, decompositions, keeps_exact=keeps_exact)) is None:
                     continue
                 narrow = _converted(bw.graph, made, x.meta["val"].dtype)
             for place in readers:
@@ -230,7 +240,9 @@ def restore_norm_inputs(bw: GraphModule, norms: Iterable[Norm]) -> None:
                 bw.graph.erase_node(narrow)
 
 
-def _restored(graph: Graph, x: Node, norm: Norm) -> Node | None:
+def _restored(
+    graph: Graph, x: Node, norm: Norm, decompositions: Mapping[Any, Any] | None, *, keeps_exact: bool
+) -> Node | None:
     """`x` with the mean and variance of `norm`, at least in single precision; None if its sizes are not known."""
     value: torch.Tensor = x.meta["val"]
     sizes, own_sizes = _sizes(graph, norm.shape, x), _sizes(graph, value.shape, x)
@@ -238,36 +250,19 @@ def _restored(graph: Graph, x: Node, norm: Norm) -> Node | None:
         return None
     same = len(sizes) == value.dim() and all(map(same_size, norm.shape, value.shape))
     dtype = value.dtype if value.dtype in _WIDE else torch.float32
+    precision = torch.finfo(norm.rstd.node.meta["val"].dtype).eps
+
+    def restored(y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+        found = Statistics(*torch.var_mean(y, norm.dims, correction=0, keepdim=True))
+        wanted = saved_by_norm(mean, rstd, norm.eps, found.variance, precision)
+        made = rescaled(y, found, wanted)
+        return torch.where(is_as_saved(found, wanted, precision), y, made) if keeps_exact else made
+
     y = _converted(graph, x, dtype)
     y = y if same else call(graph, _aten.reshape.default, y, sizes)
-    moments = call(graph, _aten.var_mean.correction, y, list(norm.dims), correction=0, keepdim=True)
-    variance, mean = (call(graph, operator.getitem, moments, i) for i in range(2))
-    exact_mean, rstd = (_for_groups(graph, place.node, norm, dtype) for place in (norm.mean, norm.rstd))
-    tolerance = _ROUNDINGS * torch.finfo(norm.rstd.node.meta["val"].dtype).eps
-    scale = _scale(graph, variance, mean, rstd, norm.eps, tolerance)
-    offset = call(graph, _aten.sub.Tensor, exact_mean, call(graph, _aten.mul.Tensor, mean, scale))
-    made = call(graph, _aten.add.Tensor, call(graph, _aten.mul.Tensor, y, scale), offset)
+    mean, rstd = (_for_groups(graph, place.node, norm, dtype) for place in (norm.mean, norm.rstd))
+    made = computed(graph, restored, y, mean, rstd, decompositions=decompositions)
     return made if same else call(graph, _aten.reshape.default, made, own_sizes)
-
-
-def _scale(graph: Graph, variance: Node, mean: Node, rstd: Node, eps: float, tolerance: float) -> Node:
-    """What deviations are multiplied with, so that their variance is the saved one.
-
-    The variance of normalized numbers is `1 - eps * rstd**2`, which is known to some roundings of `rstd`. Within these
-    it may be that of the rounded numbers. It is 0 where all of a group came back equal, but for the sum in their mean.
-    """
-
-    def times(a: Node, b: Node | float) -> Node:
-        return call(graph, _aten.mul.Tensor, a, b)
-
-    rounded = times(times(variance, rstd), rstd)
-    exact = call(graph, _aten.add.Tensor, times(times(rstd, rstd), -eps), 1.0)
-    low, high = (call(graph, _aten.add.Tensor, exact, d) for d in (-tolerance, tolerance))
-    wanted = call(graph, _aten.minimum.default, call(graph, _aten.maximum.default, rounded, low), high)
-    noise = times(times(mean, tables.NOISE), rstd)
-    is_spread = call(graph, _aten.gt.Tensor, rounded, times(noise, noise))
-    ratio = call(graph, _aten.sqrt.default, call(graph, _aten.div.Tensor, wanted, rounded))
-    return call(graph, _aten.where.self, is_spread, ratio, times(rstd, 0.0))
 
 
 def _for_groups(graph: Graph, statistic: Node, norm: Norm, dtype: torch.dtype) -> Node:

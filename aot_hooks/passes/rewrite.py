@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -34,12 +35,25 @@ from .edits import log, show
 from .gathers import regather, with_gathers
 from .inline import inline, lift_constants
 from .multiples import multiply_anew, with_multiples
-from .norm_inputs import norms_of_rounded, restore_norm_inputs
+from .norm_inputs import all_norms, norms_of_rounded, restore_norm_inputs
 from .plan import NOTHING, UNCOPIED, Choice, Decision, Plan, Unpacked, decide
 from .results import save_results, with_results
 from .split import split_decisions
+from .sum_of_one import sum_to_one_if_rounded
 from .units import Packing, Tracer, Unit, choose_positions, leaf_bytes_of, trace_units, tracer
 from .view_regions import label_views
+
+
+class Form(NamedTuple):
+    """What hooks ask of the graphs that they are put into.
+
+    Attributes:
+        lossy: one may round, so decisions are split off the values that they read.
+        relative: all are off by a share of each number, so multiples need not be saved.
+    """
+
+    lossy: bool
+    relative: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +66,7 @@ class RewriteOptions:
         packs_early: without a budget, pack a value in a kernel of its own where memory is tight (`choose_positions`).
         at_run_time: calls of the graphs decide what `offload(across_graphs=True)` sends.
         unpacked: saved tensors that stay as they are.
-        as_if_lossy: save the values that a lossy hook would get, whatever the settings are.
+        as_if: save the values that hooks of this form would get, whatever the settings are.
     """
 
     for_inductor: bool
@@ -60,7 +74,7 @@ class RewriteOptions:
     packs_early: bool = True
     at_run_time: bool = False
     unpacked: Unpacked = NOTHING
-    as_if_lossy: bool = False
+    as_if: Form | None = None
 
 
 def rewrite(
@@ -90,15 +104,18 @@ def rewrite(
         label_views(bw.graph)
     replaced: tuple[Collection[SavedTensor], Collection[str]] = ((), ())
     multiples: tuple[Collection[SavedTensor], Collection[str]] = ((), ())
-    # an exact hook needs no parts
-    if options.as_if_lossy or any(getattr(setting.rule, "lossy", True) for setting in settings.settings):
+    form = options.as_if or form_of(settings)
+    if form.lossy:
         _split_what_crosses(fw, bw, num_fwd_outputs, settings)
         if options.trace is None:  # a budget chooses itself what is saved and what is computed again
             replaced = save_results(fw, bw, num_fwd_outputs, roots)
-        if _is_relative(settings):
+        if form.relative:
             multiples = multiply_anew(fw, bw, num_fwd_outputs, parameters=parameters, roots=roots)
     read_boundary = partial(boundary, fw, bw, num_fwd_outputs, static_inputs, roots)
     cross, choices, gathered = _chosen(fw, bw, num_fwd_outputs, settings, options, read_boundary)
+    decompositions = inductor.decompositions() if options.for_inductor else None
+    if options.as_if is not None and form.lossy:
+        _bear_rounding(bw, cross, decompositions)
     trace = options.trace or tracer(options.for_inductor)
     choices, units = trace_units(choices, trace, for_inductor=options.for_inductor)
     transfers: tuple[Transfer, ...] = ()
@@ -106,8 +123,8 @@ def rewrite(
         if options.for_inductor:
             units = choose_positions(units, fw, early=options.packs_early and options.trace is None)
         norms = norms_of_rounded(bw, cross, units)
-        units = inline(fw, bw, cross, units)
-        restore_norm_inputs(bw, norms)
+        units = inline(fw, bw, cross, units, decompositions)
+        restore_norm_inputs(bw, norms, decompositions=decompositions)
         if options.for_inductor:
             _form_for_inductor(fw, bw, units)
         choices, units, transfers = _place_transfers(
@@ -119,6 +136,19 @@ def rewrite(
     plan = with_multiples(plan, *multiples)
     log.debug("plan: %d saved tensors, %d packed", len(plan.decisions), sum(d.hook is not KEEP for d in plan.decisions))
     return plan
+
+
+def _bear_rounding(bw: GraphModule, cross: Boundary, decompositions: Mapping[Any, Any] | None) -> None:
+    """Have `bw` read what is saved as with hooks, for a check that rounds it; what is not rounded keeps its bits."""
+    norms = all_norms(bw, cross)
+    sum_to_one_if_rounded(bw, cross.tensors, decompositions)
+    restore_norm_inputs(bw, norms, decompositions=decompositions, keeps_exact=True)
+
+
+def form_of(settings: SettingsOfGraph) -> Form:
+    """The form of the hooks of `settings`. An exact hook needs no parts."""
+    lossy = any(getattr(setting.rule, "lossy", True) for setting in settings.settings)
+    return Form(lossy, lossy and _is_relative(settings))
 
 
 def _is_relative(settings: SettingsOfGraph) -> bool:

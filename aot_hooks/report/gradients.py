@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..backend import with_options
-from ..check.comparison import VANISHING, Deviation, deviations, relative_error
+from ..check.comparison import Deviation, deviations, relative_error
 from ..context.entering import saved_tensors_policy
 from ..context.pairs import ambient
 from ..errors import OptionError
@@ -161,7 +161,8 @@ def check_gradients(
             reference = min((reference, packing), key=lambda other: _output_error(other, found))
     names = [name for name, g0 in reference.grads.items() if g0 is not None]
     gradients, others = ([run.grads[name] for name in names] for run in (reference, found))
-    compared = deviations([(name, True) for name in names], gradients, others)
+    dtypes = {decision.saved.dtype for decision in reference.plan.decisions}
+    compared = deviations([(name, True) for name in names], gradients, others, dtypes)
     finite = [each for each in compared if math.isfinite(each.norm2)]
     total_norm = math.sqrt(sum(each.norm2 for each in finite))
     rows = sorted(map(partial(_row, total_norm), compared, gradients, others), key=_worst_first)
@@ -257,7 +258,7 @@ def _row(total_norm: float, compared: Deviation, g0: Any, g: Any) -> GradientRow
     norm, finite = math.sqrt(compared.norm2), (True if g is None else bool(torch.isfinite(g).all()))
     finite_without = math.isfinite(compared.norm2)
     error = compared.error if finite and finite_without else math.nan
-    vanishes = norm < VANISHING.get(g0.dtype, 0.0) * total_norm
+    vanishes = norm < compared.smallest * total_norm
     return GradientRow(compared.name, tuple(g0.shape), g0.dtype, norm, error, finite, finite_without, vanishes)
 
 

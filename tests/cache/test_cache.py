@@ -57,9 +57,12 @@ def directory(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(copy))
     monkeypatch.setattr(lookup, "_warned", set())
     aot_hooks.reset()
-    # torch's key holds both; they are those of the other process
+    # torch's key holds all three; they are those of the other process
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch._inductor.config.patch(compile_threads=1, fallback_by_default=True):
         yield copy
+    torch.set_num_threads(threads)
 
 
 def run(row: Row = BASE) -> dict[str, Any]:
@@ -138,7 +141,7 @@ def test_damaged_plans_are_refused_with_one_warning(directory: Path, monkeypatch
     with pytest.warns(CacheWarning, match=r"compiled again.*is damaged") as seen:
         assert run()["seen"] == "miss"
         assert run()["seen"] == "hit"  # the other one is passed over
-    assert len(seen) == 1
+    assert [w.category for w in seen].count(CacheWarning) == 1  # torch's imports may warn, too
 
 
 @pytest.mark.core
@@ -199,7 +202,7 @@ def test_operators_of_others_are_compiled_anew_and_say_so_once(directory: Path) 
         report = run(row)
         assert report["seen"] == "bypass"
         assert run(row)["seen"] == "bypass"
-    assert len(seen) == 1
+    assert [w.category for w in seen].count(CacheWarning) == 1
     assert any("cache_rows.pack" in reason for reason in report["reasons"])
     assert run(ROWS["operator with cache_hash"])["seen"] == "miss"
     assert run(ROWS["operator with cache_hash"])["seen"] == "hit"

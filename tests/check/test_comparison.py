@@ -20,7 +20,7 @@ from aot_hooks.options import Options, check_limit
 
 def offs(*found: tuple[str, bool, float, float]) -> list[Deviation]:
     """Each a name, whether it is a parameter's, a norm, and the norm of the difference."""
-    return [Deviation(name, leaf, torch.float32, norm**2, wrong**2) for name, leaf, norm, wrong in found]
+    return [Deviation(name, leaf, 1e-7, norm**2, wrong**2) for name, leaf, norm, wrong in found]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
@@ -96,6 +96,19 @@ def test_as_few_causes_as_there_are_the_worst_first() -> None:
     assert searched({"a": 0.2, "b": 0.5, "c": 0.02}, 0.55) == (["b", "a"], 1 + 3 + 2)
     assert searched({"a": 0.09, "b": 0.08, "c": 0.07}, 0.14) == (["a", "b"], 1 + 3 + 2)  # 0.106 without a
     assert searched({"a": 0.5}, 0.5) == (["a"], 1)
+
+
+def test_a_cause_of_one_small_gradient_is_found_before_harmless_errors_of_large_ones() -> None:
+    """The gradient of 'b' is a hundredth of the whole, so that all gradients together are within the limit."""
+    large, small = {"a": 0.05, "c": 0.04}, {"b": 0.9}
+
+    def error_with(some: Collection[Kind]) -> Error:
+        off = math.sqrt(sum(large.get(kind.op, 0.0) ** 2 for kind in some))
+        return Error.of(offs(("w", True, 1.0, off), ("b", True, 0.01, 0.01 * sum(small.get(k.op, 0.0) for k in some))))
+
+    kinds = kinds_of(large | small)
+    causes = find(kinds, error_with, error_with(kinds), 0.1)
+    assert [(each.saved.op, round(off, 3)) for each, off in causes.found] == [("b", 0.9)]
 
 
 def test_an_error_that_rounding_does_not_explain_has_no_cause() -> None:
