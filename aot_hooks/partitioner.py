@@ -44,6 +44,7 @@ from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_r
 from .passes.regions import RegionRow
 from .passes.results import save_results
 from .passes.rewrite import Form, RewriteOptions, rewrite
+from .passes.row_scales import scale_gradients
 from .passes.tile import Tiled, tiled
 from .passes.units import Tracer, tracer
 from .planning.assignment import Assignment
@@ -127,7 +128,11 @@ class PlanningPartition:
         notes: list[RegionRow] = []
         rules = [setting.rule for setting in self.hooks.settings if setting.rule is not KEEP]
         if rules:  # else all is as torch has it
-            gather_gradients(joint, sums=any(map(_may_round, rules)))
+            rounds = any(map(_may_round, rules))
+            gather_gradients(joint, sums=rounds)
+            if rounds:
+                free = is_budget(self.hooks.setting) or self.options.recompute_pointwise
+                scale_gradients(joint, saves_input=not free)
         if not nested:
             joint = in_parts(self.options, joint, notes)
         static = tuple(kwargs.get("static_lifetime_input_indices") or ())

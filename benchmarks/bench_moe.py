@@ -34,8 +34,8 @@ BATCH, TOKENS, STEPS = 8, 64, 300
 BALANCE, Z = 0.01, 0.001  # shares of the two router losses
 FOR_ROUTERS = policies.first_match(
     policies.only_these_modules({"**.norm2": aot_hooks.int8()}),  # the input of a router
-    # the results of experts, which scores weigh, and the sums that norms read
-    policies.only_these_ops({"aten._grouped_mm": aot_hooks.int8(), "aten.add": aot_hooks.int8()}),
+    # the hidden rows of experts, of which the gradients of scores are made, and the sums that norms read
+    policies.only_these_ops({"aten.mul": aot_hooks.int8(), "aten.add": aot_hooks.int8()}),
     aot_hooks.float8(),
 )
 HOOKS = {

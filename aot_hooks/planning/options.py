@@ -455,6 +455,13 @@ def _segments(groups: Sequence[Sequence[SavedValue]]) -> list[int]:
     return numbers
 
 
+def in_one_part(step: Step) -> Step:
+    """`step` with the whole backward as one part, so that any value may be computed again from any other."""
+    return dataclasses.replace(
+        step, values=tuple(_with_begins([dataclasses.replace(v, segment=0) for v in step.values]))
+    )
+
+
 def layers_of(paths: Sequence[str]) -> list[str]:
     """The layer of each module path: the path up to its first number, "model.layers.3" of "model.layers.3.mlp.up".
 

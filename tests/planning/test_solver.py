@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from aot_hooks.planning.options import in_one_part
 from aot_hooks.planning.program import MOST_OVER, Program, integer_solution
 from aot_hooks.planning.solver import solve
 from aot_hooks.planning.step import KEPT, RECOMPUTE, Moment, Option, Step, Value
@@ -173,6 +174,10 @@ def test_a_chain_over_two_segments_is_cut():
     step = Step((0, 16 * MIB, 16 * MIB, 16 * MIB, 16 * MIB, 8 * MIB, 8 * MIB, 0), (a, b), (1.0,))
     found = solve(step, peak=None)
     assert [o.name for o in found.options].count("recompute") <= 1
+    one = in_one_part(step)
+    assert [(v.segment, v.begin) for v in one.values] == [(0, 4), (0, 4)], (
+        "b may be computed from a, so a is read early"
+    )
 
 
 def test_the_link_bounds_what_is_sent():
