@@ -28,7 +28,7 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import results_of
 
-from ..graphs.nodes import storage_bytes, storage_of
+from ..graphs.nodes import storage_bytes
 from ..graphs.roofline import has_formula
 from ..graphs.saved import SavedTensor, module_calls
 from ..graphs.speeds import Rates, measured_rates
@@ -42,7 +42,6 @@ from ..passes.live_bytes import LivePoint
 from ..passes.plan import Plan
 from ..settings.setting import choose
 from ..steps.schedule import DECIDED_LATER
-from ..torch_private import aot
 from ..torch_private.values import hint
 from .in_step import bytes_of
 from .kernels import split_and_hold
@@ -147,21 +146,17 @@ def computed_again(
     `one_block`: the graph is a block.
     """
     if again not in (BLOCKS, WHOLE_BLOCKS, WHOLE_GRAPH):
-        with aot.recomputing_pointwise(again == POINTWISE):
-            return joint.graphs()
+        return joint.graphs(pointwise=again == POINTWISE)
     whole = again != BLOCKS
     blocks = _blocks(stock, one_block=one_block or again == WHOLE_GRAPH, statistics=whole)
-    found = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), blocks, last=whole)
-    if found is None:
+    names = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), blocks, last=whole)
+    if not names:
         return None
-    names, gone, reads = found
     forward, backward = ({n.name: ms for n, ms in each.items() if has_formula(n)} for each in stock.times)
     twice = sum(ms for name, ms in forward.items() if name in names)
     if sum(forward.values()) + sum(backward.values()) + twice >= most_ms:
         return None
-    kept = {v.fw_node.name for v in stock.boundary.tensors if storage_of(v.fw_node) not in gone}
-    with aot.recomputed(joint.gm, names, (kept | reads) - names):
-        return joint.graphs()
+    return joint.computing_again(stock, names)
 
 
 def _blocks(stock: Graphs, *, one_block: bool, statistics: bool) -> dict[Node, str]:
