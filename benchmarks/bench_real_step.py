@@ -5,7 +5,7 @@
       checkpointing            transformers' own, compiled; chunk_checkpointing with the loss in chunks
       float8, offload          float8(), and offload(then=float8()), with pointwise results computed again
       chunk                    options={"chunk": True}; chunk_float8, chunk_offload with these hooks
-      chunk_tile_offload       with {"tile": True} as well: the MLP's wide values are computed again, some tokens at a time
+      chunk_tile_offload       with {"tile": True} as well: MLPs again in the backward, some tokens at a time
       budget 12.3GiB           a budget: of this size, or
       budget as checkpointing  of the measured peak of another row
       budget total 80GiB       of all that is allocated
