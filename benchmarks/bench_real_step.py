@@ -5,6 +5,7 @@
       checkpointing            transformers' own, compiled; chunk_checkpointing with the loss in chunks
       float8, offload          float8(), and offload(then=float8()), with pointwise results computed again
       chunk                    options={"chunk": True}; chunk_float8, chunk_offload with these hooks
+      chunk_tile_offload       with {"tile": True} as well: MLPs again in the backward, some tokens at a time
       budget 12.3GiB           a budget: of this size, or
       budget as checkpointing  of the measured peak of another row
       budget total 80GiB       of all that is allocated
@@ -24,7 +25,7 @@ scores: 4 GiB of booleans at 65,536 tokens. `--causal` has it make none, in each
     python benchmarks/bench_real_step.py --json out/real_step.json       # 8 blocks, 8192 tokens; CUDA, 130 GiB
     python benchmarks/bench_real_step.py --layers 32 --tokens 16384 --jobs 1 --ways chunk_offload,checkpointing
     python benchmarks/bench_real_step.py --layers 8 --tokens 32768 --lora 16 --causal --warmup 2 --rounds 2 --jobs 2 \\
-        --ways chunk_checkpointing,chunk_offload     # 8 of 32 blocks; again with --layers 4
+        --ways chunk_checkpointing,chunk_offload,chunk_tile_offload     # 8 of 32 blocks; again with --layers 4
     python benchmarks/bench_real_step.py --small        # anywhere, without code generation
 """
 
@@ -61,7 +62,7 @@ BUDGET = "budget "  # begins the names of rows with a budget
 TOTAL = "total "  # begins what follows when the budget is of all that is allocated
 AS = "as "  # begins what follows when the budget is another row's peak
 HANDS_ON = ("stock", "checkpointing", "float8", "offload")
-WAYS = (*HANDS_ON, "chunk", *(f"chunk_{way}" for way in HANDS_ON[1:]))
+WAYS = (*HANDS_ON, "chunk", *(f"chunk_{way}" for way in HANDS_ON[1:]), "chunk_tile_offload")
 BUDGETS = ("budget as checkpointing", "budget as chunk_offload", "budget as chunk_checkpointing")
 POLICIES = {"float8": aot_hooks.float8, "offload": lambda: aot_hooks.offload(then=aot_hooks.float8())}
 
@@ -92,7 +93,7 @@ def compiled(model: Any, way: str, budget_bytes: int, setting: Setting) -> Any:
         of = "total" if TOTAL in way else "peak"
         policy = aot_hooks.budget(**{of: f"{budget_bytes}B"})
         return torch.compile(loss, backend="aot_hooks", options=options | {"policy": policy})
-    chunk, hook = way.startswith("chunk"), way.removeprefix("chunk").removeprefix("_")
+    *forms, hook = way.split("_") if way != "chunk" else ("chunk", "")
     if hook == "checkpointing":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         # Beside adapters transformers then has the embedding's output ask for gradients. Only reentrant checkpointing
@@ -100,7 +101,7 @@ def compiled(model: Any, way: str, budget_bytes: int, setting: Setting) -> Any:
         model.disable_input_require_grads()
     if way in ("stock", "checkpointing"):
         return torch.compile(loss, backend="inductor" if setting.inner == "inductor" else "aot_eager")
-    options["chunk"] = chunk
+    options |= dict.fromkeys(forms, True)
     if hook in POLICIES:
         options |= {"policy": POLICIES[hook](), "recompute_pointwise": True}
     return torch.compile(loss, backend="aot_hooks", options=options)

@@ -393,6 +393,39 @@ def _whole_steps() -> list[Goal]:
         (f"{model}: budget of 12.3 GiB: {STEP}", of_way("budget 12.3GiB", "ratio"), 1.005),
         (f"{model}: measured peak over the budget", over_budget, 1.0),
     )
+    lora = "LoRA on 8 blocks of 8B's shape, offload with float8, chunks and tiles"
+
+    def of_tokens(way: str, tokens: int) -> Callable[[Any], dict[str, Any]]:
+        return lambda result: next(r for r in result["rows"] if (r["way"], r["tokens"]) == (way, tokens))
+
+    def slope(result: Any) -> float:
+        """MB a token."""
+        short, long = (of_tokens("chunk_tile_offload", tokens)(result)["peak_bytes"] for tokens in (32768, 65536))
+        return float(long - short) / 32768 / 1e6
+
+    def of_checkpointing(result: Any) -> float:
+        ways = "chunk_tile_offload", "chunk_checkpointing"
+        return most(
+            of_tokens(ways[0], tokens)(result)["ms"] / of_tokens(ways[1], tokens)(result)["ms"]
+            for tokens in (32768, 65536)
+        )
+
+    def without_tiles(result: Any) -> float:
+        return float(
+            of_tokens("chunk_offload", 32768)(result)["ms"] / of_tokens("chunk_checkpointing", 32768)(result)["ms"]
+        )
+
+    found += goals(
+        "stack_float8.h200",
+        ("float8 rowwise: GiB after the forward", gib("ours_float8_rowwise", "after_forward_bytes"), 4.6),
+        (f"float8 rowwise: {STEP}", row("ours_float8_rowwise", "ratio_to_stock"), 1.005),
+    )
+    found += goals(
+        "real_step_lora.h200",
+        (f"{lora}: MB a token from 32,768 to 65,536", slope, 0.13),
+        (f"{lora}: step over checkpointing's", of_checkpointing, 1.0),
+        ("the same without tiles, 32,768 tokens: step over checkpointing's", without_tiles, 0.85),
+    )
     fsdp = "FSDP2, two GPUs, budget of"
     over = of_row("budget as checkpointing", "peak_gib", "checkpointing")
     found += goals(

@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ..graphs.lifetimes import fuses
 from ..graphs.nodes import MADE_EARLY, is_tensor, is_view, target_name
 from ..graphs.read_tables import CONVERSIONS
 from ..graphs.rows import Rows, TokenRead, TokenSlice, TokenStep, shape_of
@@ -537,10 +538,14 @@ def _place_in_order(graph: Graph) -> None:
 
 
 def _with_early_sums(order: Sequence[Node]) -> list[Node]:
-    """`order`, with what is computed from finished sums, and the last terms of these sums, right behind its inputs."""
+    """`order`, with what is computed from finished sums right behind its inputs, and so the last terms of these sums.
+
+    A term's factor may be computed for it alone, as the input of the last product of an MLP is in its backward.
+    """
     early = {node for node in order if node.meta.pop(_SUM, False)}
     for node in reversed(order):
-        if (node.target is add_product or is_view(node)) and node.users and early.issuperset(node.users):
+        moves = node.target is add_product or is_view(node) or (node.op == "call_function" and fuses(node))
+        if moves and node.users and early.issuperset(node.users):
             early.add(node)
     position: dict[Node, tuple[int, int]] = {}  # of the input that it stands behind, and its own among those there
     for i, node in enumerate(order):

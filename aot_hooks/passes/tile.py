@@ -20,6 +20,7 @@ The loops are unrolled like those of a loss in chunks, see chunk.py and chunk_lo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -34,7 +35,7 @@ from .chunk_loop import Loop, put_in_place, read_sizes_of_inputs, write_chunks
 from .edits import show
 from .expand import SPLITS, expand
 from .regions import LeftWhole, RegionRow, each_region, seeds_of
-from .tile_part import Part, part_of
+from .tile_part import Part, note_terms, part_of, terms_of
 
 # Tokens of a tile at least. Each tile reads and writes the sums of the weights' gradients once, see chunk.py.
 _LEAST_TOKENS = {"cpu": 256, "cuda": 2048}
@@ -71,11 +72,12 @@ def tiled(joint: GraphModule, tokens: int | None, *, again: bool = True) -> tupl
             outputs, where it is worth it.
         again: whether the backward computes wide values again. Otherwise they stay saved.
     """
-    if not any(seeds_of(joint, tokens, _LEAST_BYTES, 1)):
+    if not any(_seeds(joint, tokens)):
         return joint, ()
     gm = aot.edited_copy(joint)
     read_sizes_of_inputs(gm.graph)
     expand(gm, SPLITS)
+    note_terms(gm)
 
     def divide(gm: GraphModule, seed: Node, tried: set[str]) -> tuple[GraphModule, Tiled | None]:
         note = Tiled(wide=type_text(seed), node=seed.name, place=source_line(seed) or seed.name)
@@ -87,13 +89,17 @@ def tiled(joint: GraphModule, tokens: int | None, *, again: bool = True) -> tupl
             return gm, note.left(str(e)) if str(e) else None
         return gm, note
 
-    gm, found = each_region(gm, lambda gm: seeds_of(gm, tokens, _LEAST_BYTES, 1), divide)
+    gm, found = each_region(gm, lambda gm: _seeds(gm, tokens), divide)
     if not any(row.done for row in found):
         return joint, found
     gm.graph.lint()
     gm.recompile()
     show("joint graph in tiles", gm)
     return gm, found
+
+
+def _seeds(gm: GraphModule, tokens: int | None) -> Iterator[Node]:
+    return (n for n in seeds_of(gm, tokens, _LEAST_BYTES, 1) if shape_of(n)[1] > terms_of(n))
 
 
 # --- how many tiles ---------------------------------------------------------------------------------------------------

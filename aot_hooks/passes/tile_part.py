@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,6 +33,10 @@ from .regions import (
     why_read,
 )
 
+# An adapter's rank is at most such a part of what it reads and makes. MLPs are 2 to 4 times as wide as their tokens.
+_RANKS = 8
+_TERMS = "aot_hooks_terms"  # in the `meta` of products
+
 
 @dataclass(frozen=True)
 class Part(TokenRegion):
@@ -42,7 +47,7 @@ class Part(TokenRegion):
 
 def part_of(gm: GraphModule, seed: Node, tried: set[str], *, again: bool) -> Part:
     """The part that begins with `seed`. The names of its products are added to `tried`. Raises `LeftWhole`."""
-    narrow = known_count(seed) * shape_of(seed.args[-2])[1]  # type: ignore[arg-type]
+    narrow = known_count(seed) * terms_of(seed)
 
     def is_wide(node: Node) -> bool:
         return is_tensor(node) and hint(node.meta["val"].numel()) > narrow
@@ -62,6 +67,29 @@ def part_of(gm: GraphModule, seed: Node, tried: set[str], *, again: bool) -> Par
     _check_inputs(part, again=again)
     _check_order(nodes, part)
     return part
+
+
+def note_terms(gm: GraphModule) -> None:
+    """Note `terms_of` each product, in place: in tiles, a first product is one no more."""
+    for node in gm.graph.nodes:
+        if target_name(node) in PRODUCTS and is_tensor(node):
+            node.meta[_TERMS] = terms_of(node)
+
+
+def terms_of(product: Node) -> Any:
+    """The columns of what `product` reads; of an adapter, the second product of `(x @ a) @ b`, those of `x`."""
+    if _TERMS in product.meta:
+        return product.meta[_TERMS]
+    source, width = product.args[-2], shape_of(product)[1]
+    terms = shape_of(source)[1]  # type: ignore[arg-type]
+    while isinstance(source, Node) and (keeps_memory(source) or is_elementwise(source)):
+        tensors = [n for n in source.all_input_nodes if is_tensor(n)]
+        source = tensors[0] if len(tensors) == 1 else None
+    if not isinstance(source, Node) or target_name(source) not in PRODUCTS:
+        return terms
+    before = shape_of(source.args[-2])[1]  # type: ignore[arg-type]
+    known = all(isinstance(n, int) for n in (before, terms, width))
+    return before if known and _RANKS * terms <= min(before, width) else terms
 
 
 def _without_forward(steps: Mapping[Node, TokenStep], tangents: Collection[Node]) -> dict[Node, TokenStep]:

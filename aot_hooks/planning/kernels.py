@@ -45,22 +45,30 @@ def split_and_hold(fw: GraphModule, bw: GraphModule, **of_outputs: Any) -> None:
     """Split the kernels of the backward where it is predicted to hold most, and fix which others may be fused.
 
     In place, on CUDA only. It is for a backward that computes values again. Inductor may fuse such a value with
-    gradients that come later and read the same tensors; then it is alive beside all of them. A budget does more: it
+    gradients that come later and read the same tensors; then it is alive beside all of them. Where the forward holds
+    most of the step, its kernels are fixed too: the gate's codes and the product with the other factor could be one
+    kernel, which writes over none of its inputs. A budget does more: it
     also calls `write_when_made`, which makes its prediction exact, but can take more bytes. `of_outputs` are the
     arguments of `live_bytes`.
     """
     if not on_cuda(bw.graph.nodes):
         return
 
-    def points() -> list[LivePoint]:
-        return [p for p in live_bytes(fw, bw, fused=True, **of_outputs) if p.phase == "backward"]
+    def points() -> tuple[list[LivePoint], list[LivePoint]]:
+        found = live_bytes(fw, bw, fused=True, **of_outputs)
+        return [p for p in found if p.phase == "forward"], [p for p in found if p.phase == "backward"]
+
+    def most(live: list[LivePoint]) -> int:
+        return max((point.live_bytes for point in live), default=0)
 
     unpack_early(bw)
     split_kernels(bw)
-    live = points()
-    if join_kernels(bw, live, max(point.live_bytes for point in live)):
-        live = points()
-    hold_kernels(bw, live, max(point.live_bytes for point in live))
+    of_forward, live = points()
+    if join_kernels(bw, live, most(live)):
+        of_forward, live = points()
+    hold_kernels(bw, live, most(live))
+    if most(of_forward) > most(live):
+        hold_kernels(fw, of_forward, most(of_forward))
 
 
 def multiplied_early(gm: GraphModule) -> GraphModule:

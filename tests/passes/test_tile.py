@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
-from aot_hooks import errors
+from aot_hooks import errors, partitioner
 from aot_hooks.passes.tile import Tiled
 from aot_hooks.report.text import report_as_data
 
@@ -136,6 +136,80 @@ def test_inductor_computes_tiles_one_after_the_other(tmp_path: Path) -> None:
     assert [row.count for row in rows(run)] == [4]
     assert_close(found[1], found[0])
     assert peaks[1] <= 0.7 * peaks[0]
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter of rank 2, as PEFT makes it."""
+
+    def __init__(self, width: int, made: int) -> None:
+        super().__init__()
+        self.whole = nn.Linear(width, made, bias=False).requires_grad_(False)
+        self.a, self.b = nn.Linear(width, 2, bias=False), nn.Linear(2, made, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole(x) + self.b(self.a(x)) * 2.0
+
+
+class AdaptedLayer(nn.Module):
+    """Attention and an MLP. Each linear layer has an adapter, whose second product makes its input wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.q, self.o = (Adapted(WIDTH, WIDTH) for _ in range(2))
+        self.gate, self.up = (Adapted(WIDTH, WIDE) for _ in range(2))
+        self.down = Adapted(WIDE, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norms[0](x)
+        q = self.q(y)
+        x = x + self.o(F.softmax(q @ q.mT, -1) @ y)
+        y = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def test_parts_with_adapters_are_in_tiles_and_adapters_begin_none() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(AdaptedLayer(), AdaptedLayer())
+    x = example()
+    trained = [p for p in module.parameters() if p.requires_grad]
+
+    def results(run: Any) -> list[torch.Tensor]:
+        module.zero_grad()
+        loss = run(x).square().mean()
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in trained if p.grad is not None)]
+
+    run = compiled(module, 10, policy=aot_hooks.KEEP)
+    expected = results(module)
+    assert len(expected) == 1 + len(trained)
+    assert_close(results(run), expected)
+    assert [(row.done, row.wide) for row in rows(run)] == [(True, f"float32[50, {WIDE}]")] * 2
+
+
+@pytest.mark.slow
+def test_no_tile_waits_for_the_end_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The input of `down` is computed again for its adapter's gradient alone, and nothing but the output reads that.
+
+    With Inductor's decompositions, which cut SiLU and its gradient into operators of their own.
+    """
+    torch.manual_seed(0)
+    module = nn.Sequential(*(AdaptedLayer() for _ in range(2))).bfloat16()
+    backwards: list[torch.fx.GraphModule] = []
+    finished = partitioner.finished
+    monkeypatch.setattr(partitioner, "finished", lambda fw, bw: backwards.append(bw) or finished(fw, bw))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    run = compiled(module, 10, policy=aot_hooks.KEEP, inner="inductor")
+    run(example(dtype=torch.bfloat16).requires_grad_()).sum().backward()
+    (bw,) = backwards
+    nodes = list(bw.graph.nodes)
+    alive = [0] * len(nodes)
+    for i, node in enumerate(nodes):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.shape[-1:] == (WIDE,) and 10 in value.shape:
+            for at in range(i, max(nodes.index(user) for user in node.users)):
+                alive[at] += 1
+    assert 4 <= max(alive) <= 8  # one tile has 7, and the last tile of the other layer 4 that wait
 
 
 def test_tiles_of_the_backward_keep_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch._inductor.compile_fx import compile_fx_inner
@@ -21,11 +23,13 @@ from aot_hooks.graphs.lifetimes import (
 from aot_hooks.graphs.nodes import output_storages, storage_bytes, storage_of, storages
 from aot_hooks.graphs.workspaces import workspace_bytes
 from aot_hooks.passes.live_bytes import LivePoint
+from aot_hooks.planning import kernels
 from aot_hooks.planning.kernels import (
     fusion_zones,
     hold_kernels,
     join_kernels,
     multiplied_early,
+    split_and_hold,
     split_kernels,
     unpack_early,
     write_when_made,
@@ -225,6 +229,22 @@ def test_kernels_between_different_products_have_different_marks_unless_all_of_i
     roomy, _ = traced(gradients, torch.int8, torch.int8)
     hold_kernels(roomy, live_points(roomy), 1 << 40)
     assert set(filter(None, marks(roomy).values())) == {"zone 0"}
+
+
+@pytest.mark.parametrize("share", [2, 0.5])
+def test_kernels_of_a_forward_are_held_where_it_has_the_peak(monkeypatch, share):
+    def points(fw, bw, **_outputs):
+        of_forward = (
+            dataclasses.replace(p, phase="forward", live_bytes=int(share * p.live_bytes)) for p in live_points(fw)
+        )
+        return [*of_forward, *live_points(bw)]
+
+    monkeypatch.setattr(kernels, "on_cuda", lambda _nodes: True)
+    monkeypatch.setattr(kernels, "live_bytes", points)
+    fw, bw = (traced(gradients, torch.int8, torch.int8)[0] for _ in range(2))
+    split_and_hold(fw, bw)
+    assert len(set(filter(None, marks(bw).values()))) > 1
+    assert any(marks(fw).values()) == (share > 1)
 
 
 def test_stretches_are_one_zone_while_all_that_they_write_fits():

@@ -114,6 +114,12 @@ def test_the_table_of_the_readme() -> None:
         (row["tokens_per_second"], (row["peak_bytes"] - row["before_bytes"]) / GIB)
         for row in (rows["stock"], rows["checkpointing"], rows["budget"])
     ]
+    rows = {row["way"]: row for row in result("real_step_lora_32_blocks")}
+    expected += [
+        (32768 / row["ms"] * 1e3, row["peak_bytes"] / GIB)
+        for row in (rows["chunk_checkpointing"], rows["chunk_offload"])
+    ]
+    rows = {row["name"]: row for row in result("trainers_vocabulary")}
     table = README[README.index("| tokens a second |") :].partition("\n\n")[0].splitlines()[2:]
     found = [tuple(cell.strip().strip("*") for cell in line.split("|")[3:5]) for line in table]
     assert found == [(f"{round(speed, -2):,.0f}", f"{peak:.1f} GiB") for speed, peak in expected]
