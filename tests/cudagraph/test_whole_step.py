@@ -439,13 +439,18 @@ def test_reset_frees_recordings(device):
         (dict(options={"size_limit": -1}), "size_limit"),
         (dict(optimizer=3), "must be a torch.optim.Optimizer"),
         (dict(optimizer=None), "need an optimizer"),
+        (dict(loss_fn=torch.optim.SGD([nn.Parameter(torch.ones(1))])), "the optimizer is the third argument"),
+        (dict(optimizer=nn.Linear(2, 2).parameters()), "must be a torch.optim.Optimizer or several"),
+        (dict(optimizer=torch.optim.LBFGS(nn.Linear(2, 2).parameters())), "LBFGS calls a closure"),
+        (dict(clip_grad_norm=True), "must be a positive number"),
+        (dict(clip_grad_norm="1"), "must be a positive number"),
     ],
 )
 def test_wrong_arguments(arguments, message):
     model = nn.Linear(2, 2)
-    arguments = {"optimizer": torch.optim.SGD(model.parameters()), **arguments}
+    arguments = {"loss_fn": F.mse_loss, "optimizer": torch.optim.SGD(model.parameters()), **arguments}
     with pytest.raises((cudagraph.OptionError, TypeError), match=message):
-        cudagraph.whole_step(model, F.mse_loss, **arguments)
+        cudagraph.whole_step(model, **arguments)
 
 
 def test_microbatches_of_inputs_that_do_not_fit(device):
