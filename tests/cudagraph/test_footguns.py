@@ -138,40 +138,6 @@ def test_error_on_access(world, case):
 # --- right
 
 
-@pytest.mark.core
-def test_right_held_as_copies(world):
-    if world.kind == "simulator" and not world.driver.can_move:
-        pytest.skip("this torch can't point a storage elsewhere")
-    f = torch.compile(lambda x: x.sin(), backend=world.backend({"held_outputs": "copy"}))
-    kept = []
-    for _ in range(6):
-        cudagraph.mark_step_begin()
-        x = world.randn(4, 4)
-        out = f(x)
-        kept.append((out[1:], x.sin()[1:]))
-        del out
-    for ours, eager in kept:
-        close(world, ours, eager)
-
-
-def test_right_two_forwards_in_flight(world):
-    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
-    w = world.randn(4, 4, requires_grad=True)
-    v = w.detach().clone().requires_grad_()
-    for i in range(6):
-        w.grad = v.grad = None
-        xs = [world.randn(4, 4) for _ in range(2 + i % 2)]
-        losses = []
-        for x in xs:
-            cudagraph.mark_step_begin()
-            losses.append(f(x, w).sum())
-        for loss, x in zip(losses[:: 1 if i % 3 else -1], xs[:: 1 if i % 3 else -1], strict=True):
-            loss.backward()
-            torch.tanh(x * v).sum().backward()
-        del losses, loss
-        close(world, w.grad, v.grad)
-
-
 def test_right_one_of_many_backwards(world):
     """A loss whose backward never comes does not keep the next steps from being replayed."""
     f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())

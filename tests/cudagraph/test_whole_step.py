@@ -288,31 +288,6 @@ def test_results_are_memory_of_their_own(device):
     assert [loss.item() for loss in losses[:-1]] == values[:-1]
 
 
-def test_evaluation_between_steps_and_a_checkpoint(device):
-    step, expected, models, optimizers = steps(device)
-    ours, _ = models
-    optimizer, _ = optimizers
-    x, _ = next(batches(device, 1))
-
-    def between(i):
-        if i % 4 == 2:
-            for model in models:
-                model.eval()
-                with torch.no_grad():
-                    model(x)
-                model.train()
-
-    run(step, expected, models, batches(device, 20), between)
-    saved = copy.deepcopy((ours.state_dict(), optimizer.state_dict()))
-    run(step, expected, models, batches(device, 5))
-    for model, each in zip(models, optimizers, strict=True):
-        model.load_state_dict(saved[0])
-        each.load_state_dict(copy.deepcopy(saved[1]))
-    run(step, expected, models, batches(device, 10))
-    assert_equal(*optimizers)
-    assert cudagraph.stats()["recordings"] == 2
-
-
 @pytest.mark.gpu  # the simulator is a dispatch mode, under which Dynamo uses no compiled code
 @pytest.mark.parametrize(
     "backend", ["aot_hooks", "aot_hooks, offload", "aot_hooks, budget", "aot_hooks with graphs", "cudagraph_tree"]

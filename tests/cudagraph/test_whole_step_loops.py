@@ -7,7 +7,6 @@ import random
 import numpy
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
@@ -171,27 +170,6 @@ def test_other_optimizers_of_torch(device, name):
     run(step, expected, (ours, eager), batches(device, 20))
     assert step.refused == "" and cudagraph.stats()["replays"] > 8
     assert bool(step.update_refused) is (name in ("Adagrad", "Adafactor"))
-
-
-def test_a_scaler_and_autocast_in_a_step_of_ones_own(device):
-    def make_step(model, optimizer):
-        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**127, growth_interval=3)
-
-        def step(x, y):
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = F.mse_loss(model(x), y)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            return loss
-
-        return step
-
-    step = steps_are_equal(device, make_step)
-    assert step.refused == "" and cudagraph.stats()["replays"] >= 10
 
 
 def test_accumulation_in_a_step_of_ones_own(device):
