@@ -138,6 +138,20 @@ def test_error_on_access(world, case):
 # --- right
 
 
+def test_right_validation_without_no_grad(world):
+    """Each forward could have a backward. None comes, and what it saved is dropped one call later."""
+    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(4, 4, requires_grad=True)
+    for marked in (False, True):
+        for _ in range(40):
+            if marked:
+                cudagraph.mark_step_begin()
+            x = world.randn(4, 4)
+            out = f(x, w)
+            close(world, out, torch.tanh(x * w).detach())
+        assert counters.stats()["recordings"] < 30
+
+
 def test_right_one_of_many_backwards(world):
     """A loss whose backward never comes does not keep the next steps from being replayed."""
     f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
