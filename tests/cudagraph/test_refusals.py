@@ -172,26 +172,6 @@ def no_room(self, storages):
     raise torch.OutOfMemoryError("of the test")
 
 
-@pytest.mark.core
-def test_what_cannot_be_captured_runs_as_it_is(world, caplog):
-    """An operator that reads a value on the host: found at the capture, logged once, not tried again."""
-
-    def fn(x):
-        return [x * 2 if x.sum().item() > 0 else x * 3, torch.rand_like(x) * 0]
-
-    f = world.function(fn, name="the asker")
-    with caplog.at_level(logging.WARNING, logger="cudagraph"):
-        for _ in range(5):
-            dispatch.mark_step_begin()
-            x = world.randn(6)
-            same(world, f(x), fn(x))
-    assert counters.stats()["skips"] == 4 and counters.stats()["recordings"] == 0
-    assert len([r for r in caplog.records if "the asker" in r.getMessage()]) == 1
-    g = world.function(lambda x: [x + torch.rand_like(x) * 0])
-    steps(world, g, lambda x: [x], lambda: (world.randn(6),))
-    assert counters.stats()["recordings"] == 1
-
-
 @pytest.mark.gpu
 def test_out_of_memory_in_a_capture():
     dispatch.reset()
