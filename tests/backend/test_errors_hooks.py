@@ -246,16 +246,6 @@ def test_what_is_wrong_in_a_region(
         compiled(f)(x)
 
 
-def test_a_function_made_in_the_region_over_a_tensor(model: Chain, x: Tensor) -> None:
-    def f(x: Tensor) -> Any:
-        k = x.detach().amax()
-        with saved_tensors_hooks(lambda x: x * k, same):
-            return model(x)
-
-    with raises(OptionError, "pack", "known while compiling", "outside the function"):
-        compiled(f)(x)
-
-
 # --- eager -----------------------------------------------------------------------------------------------------------
 
 EAGER = {

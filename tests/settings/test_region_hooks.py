@@ -328,20 +328,6 @@ def test_a_changed_global_recompiles_once(model: Chain, x: Tensor, monkeypatch: 
 
 
 @pytest.mark.core
-def test_hooks_made_anew_each_step_are_one_graph(model: Chain, x: Tensor) -> None:
-    table = {"hooks": scale(3)}
-    call, before = compiled(around_second_by(model, lambda: table["hooks"])), graph_count()
-    for _ in range(20):
-        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=3))
-        table["hooks"] = scale(3)
-        gc.collect(0)
-    assert graph_count() - before == 1
-    table["hooks"] = scale(2)
-    assert_same(gradients(call, model, x), hand_gradients(model, x, h1=2))
-    assert graph_count() - before == 2
-
-
-@pytest.mark.core
 def test_a_number_that_changes_recompiles_once(model: Chain, x: Tensor) -> None:
     """Dynamo makes a number symbolic when it changes, and has no constant for a function that closes over one."""
 
@@ -390,17 +376,6 @@ def test_a_changed_number_in_a_partial_recompiles_once(model: Chain, x: Tensor, 
     call, before = compiled(around_second_by(model, lambda: (table["pack"], clone))), graph_count()
     for k in (2.0, 2.0, 3.0, 3.0, 5.0, 2.0):
         table["pack"] = HELD_NUMBERS[kind](k)
-        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=k))
-    assert graph_count() - before == 3
-
-
-@pytest.mark.core
-def test_a_number_that_changes_in_a_list_of_a_partial_recompiles_once(model: Chain, x: Tensor) -> None:
-    held = [2.0]
-    pack = functools.partial(lambda held, x: x * held[0], held)
-    call, before = compiled(around_second(model, pack, clone)), graph_count()
-    for k in (2.0, 2.0, 3.0, 3.0, 5.0, 2.0):
-        held[0] = k
         assert_same(gradients(call, model, x), hand_gradients(model, x, h1=k))
     assert graph_count() - before == 3
 
