@@ -237,13 +237,8 @@ def metaclass_attribute() -> Case:
 
 
 def metaclass_attribute_by_type() -> Case:
-    class Meta(type):
-        k = 2.0
-
-    class Config(metaclass=Meta):
-        pass
-
-    config = Config()
+    Meta = type("Meta", (type,), {"k": 2.0})
+    config = Meta("Config", (), {})()
     return lambda x: x * type(config).k, lambda: setattr(Meta, "k", 3.0)
 
 
