@@ -344,16 +344,9 @@ class _Capturing(TorchDispatchMode):
         if any(r.alias_info is not None and not r.alias_info.is_write for r in returned):
             return func(*args, **kwargs)  # a view touches no data
         raw_args, raw_kwargs = tree_map_only(torch.Tensor, lambda x: raw(x, arena), (args, kwargs))
-        written = {
-            name: value
-            for name, value in [*zip((a.name for a in func._schema.arguments), args, strict=False), *kwargs.items()]
-            for a in func._schema.arguments
-            if a.name == name and a.alias_info is not None and a.alias_info.is_write
-        }
-        if written:
+        if results := _written(func, args, kwargs):
             arena.launches += 1
             arena.note(lambda: func(*raw_args, **raw_kwargs))
-            results = list(written.values())
             return None if not returned else results[0] if len(returned) == 1 else tuple(results[: len(returned)])
 
         meta = _on_meta(func, args, kwargs)
@@ -419,6 +412,13 @@ def _of_one_rank() -> tuple[Any, Any]:
         group.allreduce([torch.zeros(1)]).wait()
     (_, args), *_ = [call for call in noting.calls if call[0] is torch.ops.c10d.allreduce_.default]
     return args[1], args[2]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to."""
+    named = [*zip((a.name for a in func._schema.arguments), args, strict=False), *kwargs.items()]
+    written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    return [value for name, value in named if name in written]
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
