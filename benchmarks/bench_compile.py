@@ -19,8 +19,6 @@ python benchmarks/bench_compile.py                                              
 python benchmarks/bench_compile.py --device cpu --layers 4 --tokens 128 --width 128
 python benchmarks/bench_compile.py --warm                                                 # a CUDA machine
 python benchmarks/bench_compile.py --warm --device cpu --layers 4 --tokens 128 --width 128 [--inner aten]
-python benchmarks/bench_compile.py --plan --layers 16 --width 512 --tokens 1024    # what a budget and a frontier take
-python benchmarks/bench_compile.py --key      # what the key of a graph costs beside AOTAutograd's tracing of it
 """
 
 from __future__ import annotations
@@ -31,14 +29,11 @@ import json
 import pathlib
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from measure import conditions, default_device, own_process, parser_of, relative_error, write
 from model import eager_step, first_step, stack_and_input
-from torch import nn
 
 import aot_hooks
 
@@ -147,63 +142,6 @@ def summarized(cold: dict[str, dict[str, Any]], warm: dict[str, list[dict[str, A
     }
 
 
-def time_key(options: argparse.Namespace) -> dict[str, Any]:
-    """What the key costs for a model of `options.parameters` parameters, beside compiling it with inner "aten" (tracing
-    and partitioning alone, so the share is of the least that a compilation takes)."""
-    from aot_hooks.cache import key as cache_key
-    from aot_hooks.eager import modules
-    from aot_hooks.settings.setting import Setting
-
-    count = options.parameters // 2
-    model = nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(4, 4), nn.Tanh())))
-    x = torch.randn(2, 4)
-    setting, found = Setting(aot_hooks.float8()), {}
-
-    def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        started = time.perf_counter()
-        key = cache_key.key_of(gm, inputs, setting, {}, roots=modules.roots())
-        _ = key.digest
-        found["key_s"] = time.perf_counter() - started
-        started = time.perf_counter()
-        cache_key.without_names(gm)
-        found["normalize_s"] = time.perf_counter() - started
-        found["placeholders"] = len(inputs)
-        started = time.perf_counter()
-        compiled = aot_hooks.backend.with_options({"inner": "aten", "policy": aot_hooks.float8()})(gm, inputs)
-        found["aot_s"] = time.perf_counter() - started
-        return compiled
-
-    torch.compile(model, backend=backend, fullgraph=True)(x).sum().backward()
-    return found | {"share_of_aot": (found["key_s"] + found["normalize_s"]) / found["aot_s"]}
-
-
-def time_planning(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the processor for plans of a stack on a CPU: without hooks, a frontier, a budget amid the frontier.
-
-    The first is what tracing and one partition take. Nothing is compiled.
-    """
-    sizes = {name: getattr(options, name) for name in SIZES}
-
-    def cpu_s(layers: int, how: Callable[..., Any], **said: Any) -> tuple[float, Any]:
-        stack, x = stack_and_input(torch.device("cpu"), **sizes | {"layers": layers})
-        torch._dynamo.reset()
-        started = time.process_time()
-        found = how(stack, x, **said)
-        return time.process_time() - started, found
-
-    cpu_s(1, aot_hooks.plan, policy=aot_hooks.budget(max_slowdown=0.5))  # imports
-    stock_s, stock = cpu_s(options.layers, aot_hooks.plan, policy=aot_hooks.KEEP)
-    frontier_s, points = cpu_s(options.layers, aot_hooks.frontier)
-    rule = aot_hooks.budget(f"{(points.points[0].peak_bytes + stock.peak_bytes) // 2}B")
-    budget_s, planned = cpu_s(options.layers, aot_hooks.plan, policy=rule)
-    return {
-        "cpu_s": {"stock": stock_s, "budget": budget_s, "planning": budget_s - stock_s, "frontier": frontier_s},
-        "peak_mib": {"stock": stock.peak_bytes / 2**20, "budget": planned.peak_bytes / 2**20},
-        "step_ratio": planned.step_ratio,
-        "frontier": [[point.peak_bytes / 2**20, point.step_ratio] for point in points],
-    }
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--device", default=default_device())
@@ -212,22 +150,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor", help="of warm starts")
     parser.add_argument("--repeats", type=int, default=3, help="starts of each way")
     parser.add_argument("--warm", action="store_true", help="measure warm starts")
-    parser.add_argument("--key", action="store_true", help="measure the key, on a CPU")
-    parser.add_argument("--plan", action="store_true", help="measure planning, on a CPU")
-    parser.add_argument("--parameters", type=int, default=2000, help="of the model with --key")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)  # one start, in this process
     parser.add_argument("--gradient", type=pathlib.Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
         print(json.dumps(start(options.child, options)))
         return 0
-    device = torch.device("cpu" if options.key or options.plan else options.device)
+    device = torch.device(options.device)
     work = {name: getattr(options, name) for name in SIZES}
-    if options.key:
-        result = conditions(device, parameters=options.parameters, **time_key(options))
-    elif options.plan:
-        result = conditions(device, **work, **time_planning(options))
-    elif options.warm:
+    if options.warm:
         work |= {"rounds": options.repeats, "inner": options.inner}
         result = conditions(device, **work, **warm_starts(options))
     else:

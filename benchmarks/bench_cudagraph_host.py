@@ -87,6 +87,16 @@ def ours(fn: Any) -> Any:
 Inputs = Callable[[], list[torch.Tensor]]
 
 
+def marked(f: Callable[..., Any], inputs: Inputs) -> Callable[[], Any]:
+    """A call of `f` that begins a step."""
+
+    def call() -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return f(*inputs())
+
+    return call
+
+
 def by_hand(
     fn: Any, xs: list[torch.Tensor], weights: list[torch.Tensor], device: torch.device
 ) -> Callable[[Inputs], Callable[[], Any]]:
@@ -94,7 +104,7 @@ def by_hand(
     static = tuple(range(len(xs), len(xs) + len(weights)))
     piece = dispatch.Piece("by hand", lambda inputs: list(fn(*inputs[: len(xs)])), device, static_inputs=static)
 
-    def marked(inputs: Inputs) -> Callable[[], Any]:
+    def captured_anew(inputs: Inputs) -> Callable[[], Any]:
         call = dispatch.capture(piece, Options(), cuda_driver())
 
         def run() -> Any:
@@ -103,7 +113,7 @@ def by_hand(
 
         return run
 
-    return marked
+    return captured_anew
 
 
 def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -172,13 +182,6 @@ def bench_calls(size: tuple[int, int, int], device: torch.device, calls: int, ro
             "floor": torch.compile(fn(), backend=standing_still(lambda: copy_replay()), fullgraph=True),
         }
 
-        def marked(f: Callable[..., Any], inputs: Inputs) -> Callable[[], Any]:
-            def call() -> Any:
-                torch.compiler.cudagraph_mark_step_begin()
-                return f(*inputs())
-
-            return call
-
         def same() -> list[torch.Tensor]:
             return xs
 
@@ -220,6 +223,30 @@ class ReadyMade(torch.autograd.Function):
         return None, None, *(g.data for g in ctx.gradients)  # tensors of their own, which autograd need not copy
 
 
+def synchronized(call: Callable[..., Any], *arguments: Any, **named: Any) -> Callable[[], None]:
+    def run() -> None:
+        call(*arguments, **named)
+        torch.cuda.synchronize()
+
+    return run
+
+
+def parts_of_the_floor(model: nn.Module, x: torch.Tensor, floor: Callable[..., Any]) -> dict[str, Callable[[], None]]:
+    parameters = list(model.parameters())
+    ready = [torch.ones_like(p) for p in parameters]
+    out = model(x).detach()
+
+    def bare() -> None:
+        ReadyMade.apply(out, ready, *parameters).sum().backward()
+
+    return {
+        "zero_grad": synchronized(model.zero_grad, set_to_none=False),
+        "bare": synchronized(bare),
+        "forward": synchronized(floor, x),
+        "synchronize": torch.cuda.synchronize,
+    }
+
+
 def bench_training(depth: int, device: torch.device, calls: int, rounds: int) -> dict[str, Any]:
     torch._dynamo.reset()
     model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(depth)]).to(device)
@@ -229,13 +256,6 @@ def bench_training(depth: int, device: torch.device, calls: int, rounds: int) ->
         torch.compiler.cudagraph_mark_step_begin()
         model.zero_grad(set_to_none=none)
         f(x).sum().backward()
-
-    def synchronized(call: Callable[..., Any], *arguments: Any, **named: Any) -> Callable[[], None]:
-        def run() -> None:
-            call(*arguments, **named)
-            torch.cuda.synchronize()
-
-        return run
 
     def fn() -> Callable[..., Any]:
         return lambda x: model(x)
@@ -266,19 +286,7 @@ def bench_training(depth: int, device: torch.device, calls: int, rounds: int) ->
         graph.replay()
         torch.cuda.synchronize()
 
-    parameters = list(model.parameters())
-    ready = [torch.ones_like(p) for p in parameters]
-    out = model(x).detach()
-
-    def bare() -> None:
-        ReadyMade.apply(out, ready, *parameters).sum().backward()
-
-    parts = {
-        "zero_grad": synchronized(model.zero_grad, set_to_none=False),
-        "bare": synchronized(bare),
-        "forward": synchronized(compiled["floor"], x),
-        "synchronize": torch.cuda.synchronize,
-    }
+    parts = parts_of_the_floor(model, x, compiled["floor"])
     variants = {name: synchronized(step, f) for name, f in compiled.items()}
     us = medians({**variants, "whole_step_replay": whole_step, **parts}, calls, rounds)
     nothing = us["synchronize"]

@@ -30,6 +30,7 @@ import os
 import statistics
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -153,6 +154,39 @@ def pipeline(stack: Stack, mesh: DeviceMesh, checkpointed: bool) -> Any:
     return run
 
 
+def work_of(said: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> tuple[Stack | LlamaByBlocks, Tensor]:
+    """The model of this rank, and its input."""
+    torch.manual_seed(0)
+    is_pipeline = said.parallel == "pipeline"
+    layers, batch = (said.layers // mesh.size(), MICROBATCHES) if is_pipeline else (said.layers, 1)
+    if said.vocabulary:
+        model = make_llama(layers, said.width, tokens=said.tokens, vocabulary=said.vocabulary, device=device)
+        return LlamaByBlocks(model), torch.randint(said.vocabulary, (1, said.tokens), device=device)
+    return stack_and_input(device, layers=layers, width=said.width, tokens=said.tokens, batch=batch)
+
+
+def counted(before: dict[str, Any], replays: int, steps: int) -> dict[str, Any]:
+    """What was sent and replayed in `steps` steps, since the counts `before` and so many `replays`."""
+    after, captures = aot_hooks.offload_stats(), cudagraph.stats()
+    return {
+        "sent_gib": (after["sent_bytes"] - before["sent_bytes"]) / steps / GIB,
+        "could_send_gib": after["step_bytes"] / GIB,
+        "graphs_in_step": after["step_graph_count"],
+        "recordings": captures["recordings"],
+        "replays_in_step": (captures["replays"] - replays) / steps,
+        "given_up": captures["given_up"],
+    }
+
+
+def planned(plans: Sequence[aot_hooks.Plan]) -> dict[str, Any]:
+    """What the plans of a budget predict."""
+    return {
+        "predicted_gib": max((plan.peak_bytes for plan in plans), default=0) / GIB or None,
+        "predicted_ratio": max((plan.step_ratio for plan in plans), default=None),
+        "tight_calls": max((plan.in_step.tight_calls for plan in plans if plan.in_step), default=0),
+    }
+
+
 def measured(
     row: str, said: argparse.Namespace, mesh: DeviceMesh, device: torch.device, peaks: dict[str, float]
 ) -> dict[str, Any]:
@@ -164,17 +198,8 @@ def measured(
             raise ValueError(f"the row {row!r} needs the row {of!r} before it")
         budget_gib = share * peaks[of]
     apart.GAIN = math.inf if "alike" in row else GAIN
-    torch.manual_seed(0)
     is_pipeline = said.parallel == "pipeline"
-    layers, batch = (said.layers // mesh.size(), MICROBATCHES) if is_pipeline else (said.layers, 1)
-    sizes = {"layers": layers, "width": said.width, "tokens": said.tokens, "batch": batch}
-    stack: Stack | LlamaByBlocks
-    if said.vocabulary:
-        model = make_llama(layers, said.width, tokens=said.tokens, vocabulary=said.vocabulary, device=device)
-        stack, x = LlamaByBlocks(model), torch.randint(said.vocabulary, (1, said.tokens), device=device)
-        del model
-    else:
-        stack, x = stack_and_input(device, **sizes)
+    stack, x = work_of(said, mesh, device)
     run = prepared(row, said, stack, mesh, budget_gib)
     optimizer = torch.optim.AdamW(stack.parameters(), lr=1e-5, fused=device.type == "cuda") if said.vocabulary else None
     lengths = itertools.cycle(said.tokens * n // 16 for n in LENGTHS) if said.varied else itertools.repeat(said.tokens)
@@ -214,7 +239,7 @@ def measured(
         dist.barrier()
         times.append(step_ms(lambda: backward(varied()), device))
         clocks.append(torch.cuda.clock_rate() if device.type == "cuda" else 0)
-    after, captures = aot_hooks.offload_stats(), cudagraph.stats()
+    counts = counted(before, replays, len(times))
     slowest = torch.tensor(times, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     nbytes, loss = measure_bytes(forward, backward, device)
@@ -227,16 +252,9 @@ def measured(
         "saved_gib": nbytes.after_forward / GIB,
         "peak_gib": nbytes.peak / GIB,
         "second_step_peak_gib": early_gib,
-        "sent_gib": (after["sent_bytes"] - before["sent_bytes"]) / len(times) / GIB,
-        "could_send_gib": after["step_bytes"] / GIB,
         "budget_gib": budget_gib or None,
-        "predicted_gib": max((plan.peak_bytes for plan in plans), default=0) / GIB or None,
-        "predicted_ratio": max((plan.step_ratio for plan in plans), default=None),
-        "tight_calls": max((plan.in_step.tight_calls for plan in plans if plan.in_step), default=0),
-        "graphs_in_step": after["step_graph_count"],
-        "recordings": captures["recordings"],
-        "replays_in_step": (captures["replays"] - replays) / len(times),
-        "given_up": captures["given_up"],
+        **counts,
+        **planned(plans),
         "loss": float(loss),
         "first_step_s": compiled_s,
     }

@@ -40,7 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import aot_hooks
 import cudagraph
@@ -263,19 +263,6 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     """|value - reference| / |reference|, over all elements, in float32."""
     reference = reference.float()
     return float((value.float() - reference).norm() / reference.norm())
-
-
-def gradients(module: nn.Module, step: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """A copy of every parameter's gradient after `step().backward()`; raises if one has none."""
-    module.zero_grad(set_to_none=True)
-    step().backward()
-    found = {}
-    for name, parameter in module.named_parameters():
-        if parameter.grad is None:
-            raise AssertionError(f"no gradient reached {name}")
-        found[name] = parameter.grad.clone()
-    module.zero_grad(set_to_none=True)
-    return found
 
 
 def error_of(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:

@@ -77,6 +77,7 @@ class Way:
     """Attributes:
     backend: "stock", "aot_hooks", or None for eager mode.
     functorch, inductor: settings of torch while it compiles and runs.
+    options: more of the backend's, with "aot_hooks".
     name: of its row; also of the code that Dynamo compiles.
     """
 
@@ -85,6 +86,7 @@ class Way:
     functorch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     checkpointed: bool = False
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str = ""
 
     def compile(self, stack: Stack, inner: str) -> Forward:
@@ -100,7 +102,7 @@ class Way:
             return forward
         own = own_code(forward, f"forward_{self.name}")
         if self.backend == "aot_hooks":
-            return torch.compile(own, backend="aot_hooks", fullgraph=True, options={"inner": inner})
+            return torch.compile(own, backend="aot_hooks", fullgraph=True, options={"inner": inner, **self.options})
         stock = {"inductor": "inductor", "aten": "aot_eager"}[inner]
         return torch.compile(own, backend=stock, fullgraph=True)
 
@@ -213,6 +215,8 @@ QUANTIZATION_PASS = {
 }
 OFFLOADING_PASS = {"joint_custom_post_pass": mark_for_offloading}
 BUDGET_07 = {"activation_memory_budget": 0.7}
+TILE = {"tile": True}
+AGAIN = {"recompute_pointwise": True}
 
 _WAYS = {
     "eager": Way(None),
@@ -245,6 +249,10 @@ _WAYS = {
     "ours_offload_all": ours("offload all"),
     "ours_float8_offload": ours("offload(then=float8)"),
     "ours_int8_offload": ours("offload(then=int8)"),
+    "ours_tile": Way("aot_hooks", options=TILE),
+    "ours_float8_tile": ours("float8", options=TILE),
+    "ours_float8_offload_again": ours("offload(then=float8)", options=AGAIN),
+    "ours_float8_offload_again_tile": ours("offload(then=float8)", options={**AGAIN, **TILE}),
     "save_on_cpu": Way("stock", save_on_cpu),
     "inductor_offload": Way("stock", functorch={"enable_activation_offloading": True}, inductor=OFFLOADING_PASS),
 }

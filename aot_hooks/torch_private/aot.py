@@ -310,4 +310,4 @@ def _aten_from_data(src: str, constants: dict[str, Any], others: dict[str, Any],
 def is_stored() -> bool:
     """Whether torch's settings store graphs that run as they are, as torch 2.13 does for `aot_eager`."""
     config = need("torch._functorch.config")
-    return bool(config.bundled_autograd_cache or getattr(config, "force_autograd_cache", False))
+    return bool(config.bundled_autograd_cache or config.force_autograd_cache)

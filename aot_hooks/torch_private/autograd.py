@@ -118,7 +118,7 @@ def _disable_or_allow(why: str | None) -> None:
 
 def filtering_mode() -> str | None:
     """torch's setting for the scope of its own contexts; None if nobody has changed it."""
-    mode = getattr(need("torch._functorch.config"), "saved_tensors_hooks_filtering_mode", "donated")
+    mode = need("torch._functorch.config").saved_tensors_hooks_filtering_mode
     return None if mode == "donated" else str(mode)
 
 

@@ -329,8 +329,7 @@ def calls_of_dynamo() -> Any:
     It is the same in all graphs of one call, also after graph breaks. torch's own trees use it. Else `no_calls`.
     """
     compiling = need("torch._guards.TracingContext").try_get() is not None
-    known = compiling and has("torch._dynamo.mutation_guard.GenerationTracker")
-    return need("torch._dynamo.mutation_guard.GenerationTracker") if known else no_calls
+    return need("torch._dynamo.mutation_guard.GenerationTracker") if compiling else no_calls
 
 
 def identity(storage: torch.UntypedStorage) -> int:

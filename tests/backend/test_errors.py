@@ -23,26 +23,6 @@ pytestmark = pytest.mark.usefixtures("the_next_hook_is_unaffected")
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ({"innr": "aten"}, ["unknown option 'innr'", "inner", "cudagraphs", "policy", "scope", "inductor"]),
-        ({"inner": "eager"}, ["options['inner']", "'inductor'", "'aten'", "'eager'"]),
-        ({"scope": "some"}, ["options['scope']", "'donated'", "'no_static'", "'all'", "'some'"]),
-        ({"cudagraphs": "yes"}, ["options['cudagraphs']", "True or False", "'yes'"]),
-        ({"policy": 3}, ["options['policy']", "3"]),
-        ({"inductor": {"max_autotun": True}, "inner": "inductor"}, ["options['inductor']", "'max_autotun'"]),
-        ({"inductor": "max_autotune", "inner": "inductor"}, ["options['inductor']", "dict"]),
-        ({"inductor": {"max_autotune": True}, "inner": "aten"}, ["options['inductor']", "options['inner']"]),
-    ],
-    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
-)
-def test_options(model: Chain, x: Tensor, options: dict[str, Any], parts: list[str]) -> None:
-    with raises(OptionError, *parts):
-        compiled(model, **options)(x)
-
-
-@pytest.mark.core
 def test_an_error_keeps_what_the_user_was_handling() -> None:
     with pytest.raises(OptionError) as info:
         try:
@@ -95,11 +75,6 @@ def test_our_message_stands_first_in_what_dynamo_raises(model: Chain, x: Tensor)
 def test_an_unknown_argument(call: Any, parts: list[str]) -> None:
     with raises(OptionError, *parts):
         call()
-
-
-def test_unknown_mode(model: Chain, x: Tensor) -> None:
-    with raises(OptionError, "mode='fastest'"):
-        torch.compile(model, backend="aot_hooks", mode="fastest")(x)
 
 
 @pytest.mark.core
@@ -156,11 +131,6 @@ def test_a_policy_where_hooks_are_expected(policy: Any) -> None:
 def test_a_policy_by_name(name: Any, instead: str) -> None:
     with raises(OptionError, repr(name), instead):
         aot_hooks.enable(name)
-
-
-def test_last_plans_of_something_else() -> None:
-    with raises(OptionError, "last_plans", "torch.compile"):
-        aot_hooks.last_plans(len)
 
 
 # --- policies --------------------------------------------------------------------------------------------------------

@@ -226,41 +226,23 @@ def test_a_bad_hook_in_options(model: Chain, x: Tensor) -> None:
         compiled(model, policy=Hook("culprit", returns_none, same))(x)
 
 
-def test_a_bad_hook_in_a_region(model: Chain, x: Tensor) -> None:
-    def f(x: Tensor) -> Any:
-        with saved_tensors_hooks(returns_none, same):
-            return model(x)
-
-    with raises(HookContractError, "hook 'returns_none'", "(sentinel.py:"):
-        compiled(f)(x)
-
-
 @pytest.mark.core
-def test_an_unknown_scope_in_a_region(model: Chain, x: Tensor) -> None:
+@pytest.mark.parametrize(
+    ("hooks", "scope", "kind", "parts"),
+    [
+        ((returns_none, same), "donated", HookContractError, ["hook 'returns_none'", "(sentinel.py:"]),
+        (quadruple, "some", OptionError, ["'some'", "'donated'", "'no_static'", "'all'"]),
+        ((3, 4), "donated", OptionError, ["saved_tensors_hooks", "got 3"]),
+    ],
+)
+def test_what_is_wrong_in_a_region(
+    model: Chain, x: Tensor, hooks: tuple[Any, Any], scope: str, kind: type[Exception], parts: list[str]
+) -> None:
     def f(x: Tensor) -> Any:
-        with saved_tensors_hooks(*quadruple, scope="some"):
+        with saved_tensors_hooks(*hooks, scope=scope):
             return model(x)
 
-    with raises(OptionError, "'some'", "'donated'", "'no_static'", "'all'"):
-        compiled(f)(x)
-
-
-def test_what_is_not_callable_in_a_region(model: Chain, x: Tensor) -> None:
-    def f(x: Tensor) -> Any:
-        with saved_tensors_hooks(3, 4):
-            return model(x)
-
-    with raises(OptionError, "saved_tensors_hooks", "got 3"):
-        compiled(f)(x)
-
-
-def test_a_function_made_in_the_region_over_a_tensor(model: Chain, x: Tensor) -> None:
-    def f(x: Tensor) -> Any:
-        k = x.detach().amax()
-        with saved_tensors_hooks(lambda x: x * k, same):
-            return model(x)
-
-    with raises(OptionError, "pack", "known while compiling", "outside the function"):
+    with raises(kind, *parts):
         compiled(f)(x)
 
 

@@ -16,7 +16,6 @@ import torch
 
 import cudagraph
 from cudagraph import counters
-from cudagraph.errors import NotCapturableError, OptionError, StaleOutputError
 from cudagraph.tree.liveness import STALE
 
 
@@ -136,120 +135,7 @@ def test_error_on_access(world, case):
     assert "clone it" in message and "held_outputs" in message
 
 
-def test_error_for_an_unknown_option():
-    with pytest.raises(OptionError, match=r"unknown option 'hold'; valid options: .*held_outputs"):
-        cudagraph.Options.parse({"hold": True})
-
-
-def test_error_where_or_error_is_set(world):
-    f = world.function(lambda x: [x.mul_(2)], mutated=(0,), options={"or_error": True})
-    f(world.randn(3))
-    cudagraph.mark_step_begin()
-    with pytest.raises(NotCapturableError, match="the caller's own memory"):
-        f(world.randn(3))
-
-
-def test_error_when_a_stale_output_is_an_input(world):
-    if not world.raises_on_access:
-        pytest.skip("this build of torch can't make reads fail")
-    f = torch.compile(lambda x: x.sin(), backend=world.backend())
-    stale = loop(world, f, lambda out: out)
-    with pytest.raises(StaleOutputError, match=STALE):
-        f(stale)
-    close(world, f(torch.ones(4, 4, device=world.device)), torch.ones(4, 4, device=world.device).sin())
-
-
 # --- right
-
-
-@pytest.mark.core
-def test_right_held_as_copies(world):
-    if world.kind == "simulator" and not world.driver.can_move:
-        pytest.skip("this torch can't point a storage elsewhere")
-    f = torch.compile(lambda x: x.sin(), backend=world.backend({"held_outputs": "copy"}))
-    kept = []
-    for _ in range(6):
-        cudagraph.mark_step_begin()
-        x = world.randn(4, 4)
-        out = f(x)
-        kept.append((out[1:], x.sin()[1:]))
-        del out
-    for ours, eager in kept:
-        close(world, ours, eager)
-
-
-@pytest.mark.core
-def test_right_output_fed_back(world):
-    f = torch.compile(lambda h, x: torch.tanh(h + x), backend=world.backend())
-    h = eager = world.randn(4, 4)
-    for _ in range(6):
-        x = world.randn(4, 4)
-        h, eager = f(h, x), torch.tanh(eager + x)
-        close(world, h, eager)
-
-
-def test_right_output_fed_back_and_written_to(world):
-    produce = torch.compile(lambda x: x.sin(), backend=world.backend())
-
-    @torch.compile(backend=world.backend())
-    def accumulate(state, x):
-        state.add_(x.cos())
-        return state * 2
-
-    for marked in (False, True):
-        if marked and world.kind == "simulator" and not world.driver.can_move:
-            continue
-        x = world.randn(4, 4)
-        cudagraph.mark_step_begin()
-        state, eager = produce(x), x.sin()
-        for _ in range(6):
-            if marked:
-                cudagraph.mark_step_begin()
-            x = world.randn(4, 4)
-            out = accumulate(state, x)
-            eager = eager + x.cos()
-            close(world, out, eager * 2)
-            close(world, state, eager)
-            del out
-
-
-@pytest.mark.parametrize("marked", [False, True])
-def test_right_accumulated_gradients(world, marked):
-    if world.kind == "simulator" and not world.driver.can_move:
-        pytest.skip("this torch can't point a storage elsewhere")
-    layer = torch.nn.Linear(4, 4).to(world.device)
-    reference = torch.nn.Linear(4, 4).to(world.device)
-    reference.load_state_dict(layer.state_dict())
-    f = torch.compile(lambda x: layer(x).tanh(), backend=world.backend())
-    for i in range(9):
-        if marked:
-            cudagraph.mark_step_begin()
-        x = world.randn(3, 4)
-        f(x).sum().backward()
-        reference(x).tanh().sum().backward()
-        for p, q in zip(layer.parameters(), reference.parameters(), strict=True):
-            close(world, p.grad, q.grad)
-        if i % 3 == 2:
-            layer.zero_grad(set_to_none=i < 5)
-            reference.zero_grad(set_to_none=i < 5)
-
-
-def test_right_two_forwards_in_flight(world):
-    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
-    w = world.randn(4, 4, requires_grad=True)
-    v = w.detach().clone().requires_grad_()
-    for i in range(6):
-        w.grad = v.grad = None
-        xs = [world.randn(4, 4) for _ in range(2 + i % 2)]
-        losses = []
-        for x in xs:
-            cudagraph.mark_step_begin()
-            losses.append(f(x, w).sum())
-        for loss, x in zip(losses[:: 1 if i % 3 else -1], xs[:: 1 if i % 3 else -1], strict=True):
-            loss.backward()
-            torch.tanh(x * v).sum().backward()
-        del losses, loss
-        close(world, w.grad, v.grad)
 
 
 def test_right_validation_without_no_grad(world):
@@ -282,19 +168,6 @@ def test_right_one_of_many_backwards(world):
         close(world, w.grad, ((1 - torch.tanh(x * w) ** 2) * x).detach())
         del loss
     assert counters.stats()["replays"] > 12
-
-
-def test_right_backward_in_another_thread(world):
-    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
-    w = world.randn(4, 4, requires_grad=True)
-    for _ in range(5):
-        w.grad = None
-        x = world.randn(4, 4)
-        loss = f(x, w).sum()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-        close(world, w.grad, ((1 - torch.tanh(x * w) ** 2) * x).detach())
 
 
 def test_right_two_threads_with_steps_of_their_own(world):

@@ -118,21 +118,6 @@ def test_as_few_captured_parts_as_order_allows(seed):
     assert captured_count(parts) == fewest_captured_runs(nodes, colours, edges)
 
 
-def test_independent_work_moves_out_of_the_way():
-    def fn(x):
-        a = x.sin()
-        b = a.nonzero()  # eager
-        c = x.cos()  # waits for nothing of it
-        return b, (a + c).exp()
-
-    gm = make_fx(fn)(torch.randn(3, 3))
-    parts, run = run_parts(gm, lambda n: EAGER if n.target is aten.nonzero.default else CAPTURE)
-    assert [(p.captured, p.kernel_count) for p in parts] == [(True, 4), (False, 1)]
-    x = torch.randn(3, 3)
-    for a, b in zip(run([x]), fn(x), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_whole_graphs_are_one_part_whatever_their_size():
     gm = make_fx(lambda x: x.sin())(torch.randn(3))
     (part,) = split(gm.graph, lambda n: CAPTURE)
@@ -156,37 +141,6 @@ def test_small_parts_are_not_captured():
     assert [(p.captured, p.kernel_count) for p in parts] == [(False, 2), (True, 4)]
     x = torch.randn(3)
     assert torch.equal(run([x])[0], fn(x)[0])
-
-
-def test_writes_stay_behind_reads_and_before_later_ones():
-    def fn(x, y):
-        before = x.sin()
-        aten.add_.Tensor(x, y)
-        return before, x.cos()
-
-    gm = make_fx(fn)(torch.randn(3), torch.randn(3))
-    parts, run = run_parts(gm, lambda n: EAGER if n.target is aten.sin.default else CAPTURE)
-    assert [p.captured for p in parts] == [False, True]
-    parts, run = run_parts(gm, lambda n: CAPTURE if n.target is aten.sin.default else EAGER)
-    x, y = torch.randn(3), torch.randn(3)
-    x2 = x.clone()
-    assert all(torch.equal(a, b) for a, b in zip(run([x, y]), fn(x2, y), strict=True)) and torch.equal(x, x2)
-
-
-def test_random_numbers_are_drawn_in_order():
-    def fn(x):
-        a = torch.rand_like(x)
-        b = torch.rand_like(x)
-        return a + 1, b + 2
-
-    gm = make_fx(fn)(torch.randn(3))
-    first = next(n for n in gm.graph.nodes if "rand" in n.name)
-    parts, run = run_parts(gm, lambda n: CAPTURE if n is first or n.target is aten.add.Tensor else EAGER)
-    assert captured_count(parts) == 2  # what is drawn second stays behind
-    torch.manual_seed(3)
-    out = run([torch.randn(3)])
-    torch.manual_seed(3)
-    assert all(torch.equal(a, b) for a, b in zip(out, fn(torch.randn(3)), strict=True))
 
 
 def test_values_are_freed_after_their_last_use():

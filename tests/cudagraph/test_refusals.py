@@ -63,46 +63,6 @@ def test_sizes_of_what_is_refused(world, caplog, why):
     assert 1 <= len([r for r in caplog.records if "the refused" in r.getMessage()]) <= 2  # and the limit
 
 
-@pytest.mark.core
-def test_mutated_inputs(world, caplog):
-    """Mutations of static and managed inputs are captured; of the caller's own memory they are not."""
-
-    def add_to(x, target):
-        target.add_(x)
-        return [target * 2]
-
-    buffer = world.randn(4)
-    expected = buffer.clone()
-    static = world.function(add_to, static=(1,), mutated=(1,))
-    for _ in range(4):
-        dispatch.mark_step_begin()
-        x = world.randn(4)
-        expected += x
-        same(world, [*static(x, buffer), buffer], [expected * 2, expected])
-    assert counters.stats()["skips"] == 0
-
-    produce = world.function(lambda x: [x.sin()])
-    managed = world.function(add_to, mutated=(1,))
-    for _ in range(4):
-        dispatch.mark_step_begin()
-        x = world.randn(4)
-        (h,) = produce(x)
-        (out,) = managed(x, h)
-        same(world, [h, out], [x.sin() + x, (x.sin() + x) * 2])
-    assert counters.stats()["skips"] == 0
-
-    own = world.function(add_to, mutated=(1,), name="the writer")
-    with caplog.at_level(logging.WARNING, logger="cudagraph"):
-        for _ in range(4):
-            dispatch.mark_step_begin()
-            x, target = world.randn(4), world.randn(4)
-            result = target + x
-            same(world, [*own(x, target), target], [result * 2, result])
-    assert counters.stats()["skips"] == 3  # the first call was a warm-up
-    told = [r.getMessage() for r in caplog.records if "the writer" in r.getMessage()]
-    assert len(told) == 1 and "mutates input 1" in told[0]
-
-
 def test_or_error(world):
     f = world.function(lambda x: [x.add_(1)], mutated=(0,), options={"or_error": True}, name="the writer")
     f(world.randn(3))
@@ -210,26 +170,6 @@ def test_no_room_for_what_is_held_leaves_the_step_to_be_ended(world, marked, mon
 
 def no_room(self, storages):
     raise torch.OutOfMemoryError("of the test")
-
-
-@pytest.mark.core
-def test_what_cannot_be_captured_runs_as_it_is(world, caplog):
-    """An operator that reads a value on the host: found at the capture, logged once, not tried again."""
-
-    def fn(x):
-        return [x * 2 if x.sum().item() > 0 else x * 3, torch.rand_like(x) * 0]
-
-    f = world.function(fn, name="the asker")
-    with caplog.at_level(logging.WARNING, logger="cudagraph"):
-        for _ in range(5):
-            dispatch.mark_step_begin()
-            x = world.randn(6)
-            same(world, f(x), fn(x))
-    assert counters.stats()["skips"] == 4 and counters.stats()["recordings"] == 0
-    assert len([r for r in caplog.records if "the asker" in r.getMessage()]) == 1
-    g = world.function(lambda x: [x + torch.rand_like(x) * 0])
-    steps(world, g, lambda x: [x], lambda: (world.randn(6),))
-    assert counters.stats()["recordings"] == 1
 
 
 @pytest.mark.gpu

@@ -14,7 +14,6 @@ from places import backend_with
 from torch import nn
 
 import cudagraph
-from cudagraph.explain import explain_with
 
 INNER = ["aten", pytest.param("inductor", marks=pytest.mark.slow)]
 
@@ -83,21 +82,6 @@ def test_inference_and_a_changed_number(noted, inner):
     assert all(piece.is_inference and piece.static_inputs == () for piece in noted.pieces)
 
 
-@pytest.mark.parametrize("inner", INNER)
-def test_dynamic_shapes(noted, inner):
-    module = Net()
-    reference = copy.deepcopy(module)
-    compiled = torch.compile(module, backend=backend_with(noted, {"inner": inner}), dynamic=True)
-    sizes = [4, 7, 3, 9]
-    for a, b in zip(
-        trained(module, compiled, 4, sizes.__getitem__),
-        trained(reference, reference, 4, sizes.__getitem__),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
-    assert len(noted.pieces) == 2
-
-
 def blocked(x, w):
     y = (x @ w).cos() + 1
     found = y.nonzero()
@@ -121,54 +105,6 @@ def test_what_can_be_captured_is(noted, caplog):
     assert "can't be captured whole, 1 part of it captured, because" in record.message
     assert "aten.nonzero.default has a size that depends on the values" in record.message
     assert "test_tree_backend.py" in record.message and "found = y.nonzero()" in record.message
-
-
-def test_a_backward_is_cut_too(noted):
-    @torch.library.custom_op("cudagraph_tests::slow_square", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-    def slow_square(x: torch.Tensor) -> torch.Tensor:
-        return x * x
-
-    slow_square.register_fake(torch.empty_like)
-    slow_square.register_autograd(
-        lambda ctx, grad: 2 * slow_square(grad) / grad * ctx.saved_tensors[0],
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
-    )
-
-    def f(x, w):
-        return (slow_square((x @ w).sin().exp()) @ w).cos().exp()
-
-    results = []
-    for run in (torch.compile(f, backend=backend_with(noted)), f):
-        x, w = (torch.linspace(-1, 1, 16).view(4, 4).requires_grad_() for _ in range(2))
-        for _ in range(3):
-            out = run(x, w)
-            out.sum().backward()
-        results.append((out, x.grad, w.grad))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
-    assert [(p.is_backward, p.name.split(", ")[1]) for p in noted.pieces] == [
-        (False, "part 1 of 2"),
-        (False, "part 2 of 2"),
-        (True, "part 1 of 2"),
-        (True, "part 2 of 2"),
-    ]
-
-
-def test_a_callers_tensor_is_written_outside_of_the_captured_part(noted, caplog):
-    @torch.compile(backend=backend_with(noted))
-    def f(x, y):
-        x.add_(y.sin().cos())
-        return x * 2
-
-    for _ in range(3):
-        x, y = torch.randn(3), torch.randn(3)
-        x2 = x.clone()
-        out = f(x, y)
-        torch.testing.assert_close(x, x2 + y.sin().cos())
-        torch.testing.assert_close(out, x * 2)
-    (piece,) = noted.pieces
-    assert piece.mutated_inputs == ()
-    assert "an input that is the caller's own" in caplog.text
 
 
 @pytest.mark.core
@@ -226,25 +162,6 @@ def test_graphs_that_launch_nothing_are_no_matter(noted, inner, caplog):
     assert all(torch.equal(a, b) for a, b in zip(compiled(x), (x.t(), x[0]), strict=True))
     assert noted.pieces == [] and cudagraph.stats()["skips"] == 0
     assert not [r for r in caplog.records if r.name == "cudagraph"]
-
-
-@pytest.mark.parametrize("inner", INNER)
-def test_operators_on_meta_tensors_are_captured_around(noted, inner, caplog):
-    def fn(x, meta):
-        return x * 2, meta * 3
-
-    x, meta = torch.randn(3), torch.empty(4, device="meta")
-    found = explain_with(noted, fn, (x, meta), {})
-    assert found.captured_whole and [part.op_count for part in found.parts] == [1]
-    compiled = torch.compile(fn, backend=backend_with(noted, {"inner": inner, "or_error": True}))
-    for _ in range(3):
-        doubled, tripled = compiled(x, meta)
-        assert torch.equal(doubled, x * 2) and tripled.is_meta and tripled.shape == meta.shape
-    assert len(noted.pieces) == 1 and cudagraph.stats()["skips"] == 0
-    assert not [r for r in caplog.records if r.name == "cudagraph"]
-    noted.pieces.clear()
-    compiled = torch.compile(lambda meta: meta * 3, backend=backend_with(noted, {"inner": inner, "or_error": True}))
-    assert compiled(meta).is_meta and noted.pieces == []
 
 
 @pytest.mark.slow

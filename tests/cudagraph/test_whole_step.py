@@ -288,31 +288,6 @@ def test_results_are_memory_of_their_own(device):
     assert [loss.item() for loss in losses[:-1]] == values[:-1]
 
 
-def test_evaluation_between_steps_and_a_checkpoint(device):
-    step, expected, models, optimizers = steps(device)
-    ours, _ = models
-    optimizer, _ = optimizers
-    x, _ = next(batches(device, 1))
-
-    def between(i):
-        if i % 4 == 2:
-            for model in models:
-                model.eval()
-                with torch.no_grad():
-                    model(x)
-                model.train()
-
-    run(step, expected, models, batches(device, 20), between)
-    saved = copy.deepcopy((ours.state_dict(), optimizer.state_dict()))
-    run(step, expected, models, batches(device, 5))
-    for model, each in zip(models, optimizers, strict=True):
-        model.load_state_dict(saved[0])
-        each.load_state_dict(copy.deepcopy(saved[1]))
-    run(step, expected, models, batches(device, 10))
-    assert_equal(*optimizers)
-    assert cudagraph.stats()["recordings"] == 2
-
-
 @pytest.mark.gpu  # the simulator is a dispatch mode, under which Dynamo uses no compiled code
 @pytest.mark.parametrize(
     "backend", ["aot_hooks", "aot_hooks, offload", "aot_hooks, budget", "aot_hooks with graphs", "cudagraph_tree"]
@@ -439,13 +414,18 @@ def test_reset_frees_recordings(device):
         (dict(options={"size_limit": -1}), "size_limit"),
         (dict(optimizer=3), "must be a torch.optim.Optimizer"),
         (dict(optimizer=None), "need an optimizer"),
+        (dict(loss_fn=torch.optim.SGD([nn.Parameter(torch.ones(1))])), "the optimizer is the third argument"),
+        (dict(optimizer=nn.Linear(2, 2).parameters()), "must be a torch.optim.Optimizer or several"),
+        (dict(optimizer=torch.optim.LBFGS(nn.Linear(2, 2).parameters())), "LBFGS calls a closure"),
+        (dict(clip_grad_norm=True), "must be a positive number"),
+        (dict(clip_grad_norm="1"), "must be a positive number"),
     ],
 )
 def test_wrong_arguments(arguments, message):
     model = nn.Linear(2, 2)
-    arguments = {"optimizer": torch.optim.SGD(model.parameters()), **arguments}
+    arguments = {"loss_fn": F.mse_loss, "optimizer": torch.optim.SGD(model.parameters()), **arguments}
     with pytest.raises((cudagraph.OptionError, TypeError), match=message):
-        cudagraph.whole_step(model, F.mse_loss, **arguments)
+        cudagraph.whole_step(model, **arguments)
 
 
 def test_microbatches_of_inputs_that_do_not_fit(device):

@@ -124,13 +124,22 @@ def test_a_replicated_model_whose_reducer_something_holds(device, process_group)
     assert step.refused == "" and cudagraph.stats()["replays"] >= 1 and kept and held
 
 
-def test_a_replicated_model_that_the_step_does_not_reach(device, process_group):
-    """Its reducer has hooks on the nodes of the parameters, which only C++ sees: they are not lost."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_replicated_model_that_the_step_does_not_reach(device, process_group, frozen):
+    """Its reducer has hooks on the nodes of the parameters, which only C++ sees: they are not lost.
+
+    Objects that the garbage collector leaves alone are searched as well.
+    """
     net, kept, run = kept_loss_and_step(device)
     replicated = nn.parallel.DistributedDataParallel(net)
     step = cudagraph.whole_step(run)
-    for x, y in batches(device, 3):
-        step(x, y)
+    if frozen:
+        gc.freeze()
+    try:
+        for x, y in batches(device, 3):
+            step(x, y)
+    finally:
+        gc.unfreeze()
     assert "of another DistributedDataParallel, which the step does not use" in step.refused and kept
     assert replicated.module is net
 
@@ -170,21 +179,6 @@ def test_a_hook_that_comes_between_two_calls(device, process_group, when):
         step(x, y)
     assert "accumulates the gradient of" in step.refused and len(calls) == 16 - when
     assert cudagraph.stats()["recordings"] == 0 and kept
-
-
-def test_frozen_objects_are_searched_for_replicated_models(device, process_group):
-    net, kept, run = kept_loss_and_step(device)
-    replicated = nn.parallel.DistributedDataParallel(net)
-    step = cudagraph.whole_step(run)
-    gc.freeze()
-    try:
-        for x, y in batches(device, 3):
-            step(x, y)
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
-    assert "of another DistributedDataParallel, which the step does not use" in step.refused and kept
-    assert replicated.module is net
 
 
 def test_no_python_code_runs_while_a_parameter_is_empty(device):

@@ -239,23 +239,6 @@ def test_options_of_an_optimizer_that_change_in_each_call(device, name, option):
         assert step.update_refused == "" or step.update_refused.startswith("optimizer")
 
 
-def test_a_rate_on_the_device_that_a_scheduler_writes_to(device):
-    """The way to the same bits for a fused optimizer whose kernel has the rate in float64."""
-
-    def make(model):
-        rate = torch.tensor(0.05, device=device)
-        return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=True)
-
-    step, expected, models, optimizers = steps(device, make)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
-    for x, y in batches(device, 8):
-        assert torch.equal(step(x, y), expected(x, y))
-        for each in schedulers:
-            each.step()
-    assert_equal(*models)
-    assert (step.refused, step.update_refused) == ("", "") and cudagraph.stats()["recordings"] == 1
-
-
 def test_options_are_plain_numbers_after_a_capture_that_fails(device):
     """The capture finds traced numbers in their places; nothing of them is left."""
     step, expected, models, optimizers = steps(device, OPTIMIZERS["adamw, foreach"])

@@ -6,6 +6,7 @@ All cases run in one pair of processes, one after another; each test here looks 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pathlib
 import signal
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
-from whole_steps import Net, adamw, eager_step, on_simulator, sgd, tensors_of
+from whole_steps import OPTIMIZERS, Net, adamw, eager_step, on_simulator, sgd, tensors_of
 
 import aot_hooks
 import cudagraph
@@ -88,12 +89,31 @@ def compare(step, expected, ours, eager, rank, *, sizes=lambda i, rank: 6, steps
             assert torch.equal(local(a), local(b)), f"state after step {i}"
 
 
+def trained(pair, rank, make=sgd, *, sizes=lambda i, rank: 6, steps=STEPS, **how):
+    """Train a step of the first model beside eager mode for the second one; returns the step."""
+    ours, eager = pair
+    step = cudagraph.whole_step(ours, F.mse_loss, make(ours), **how)
+    compare(step, eager_step(eager, F.mse_loss, make(eager), **how), ours, eager, rank, sizes=sizes, steps=steps)
+    return step
+
+
+def trained_by(make_step, pair, rank, **how):
+    """The same for a step of the user's own, `make_step(model, optimizer)`."""
+    ours, eager = pair
+    step = cudagraph.whole_step(make_step(ours, sgd(ours)))
+    compare(step, make_step(eager, sgd(eager)), ours, eager, rank, **how)
+    return step
+
+
+def two_models():
+    """Equal ones that no other process knows."""
+    ours = model()
+    return ours, copy.deepcopy(ours)
+
+
 def ddp(rank):
     """With a buffer that is sent before each forward."""
-    ours, eager = models()
-    optimizers = adamw(ours), adamw(eager)
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0], clip_grad_norm=0.5)
-    compare(step, eager_step(eager, F.mse_loss, optimizers[1], clip_grad_norm=0.5), ours, eager, rank)
+    step = trained(models(), rank, adamw, clip_grad_norm=0.5)
     assert (step.refused, step.update_refused) == ("", "")
     assert (cudagraph.stats()["recordings"], cudagraph.stats()["replays"]) == (1, STEPS - 12)
 
@@ -116,26 +136,20 @@ def own_step_of(model, optimizer, *, syncs=True):
 
 def ddp_views(rank):
     """Gradients are views of buckets, and stay there after the step."""
-    ours, eager = models(gradient_as_bucket_view=True)
-    step = cudagraph.whole_step(own_step_of(ours, sgd(ours)))
-    compare(step, own_step_of(eager, sgd(eager)), ours, eager, rank)
+    ours, eager = pair = models(gradient_as_bucket_view=True)
+    step = trained_by(own_step_of, pair, rank)
     assert step.refused == "" and cudagraph.stats()["replays"] == STEPS - 12
     for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
 
 
 def ddp_no_sync(rank):
-    ours, eager = models()
-    step = cudagraph.whole_step(own_step_of(ours, sgd(ours), syncs=False))
-    compare(step, own_step_of(eager, sgd(eager), syncs=False), ours, eager, rank)
+    step = trained_by(functools.partial(own_step_of, syncs=False), models(), rank)
     assert step.refused == "" and cudagraph.stats()["replays"] >= 5
 
 
 def ddp_accumulate(rank):
-    ours, eager = models()
-    optimizers = sgd(ours), sgd(eager)
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0], accumulate=2)
-    compare(step, eager_step(eager, F.mse_loss, optimizers[1], accumulate=2), ours, eager, rank)
+    step = trained(models(), rank, accumulate=2)
     assert step.refused == "" and cudagraph.stats()["replays"] >= 5
 
 
@@ -143,25 +157,20 @@ def ddp_hook(rank):
     """A hook that halves what is sent."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    ours, eager = models()
-    for each in (ours, eager):
+    pair = models()
+    for each in pair:
         each.register_comm_hook(None, fp16_compress_hook)
-    optimizers = sgd(ours), sgd(eager)
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0])
-    compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank)
+    step = trained(pair, rank)
     assert step.refused == "" and cudagraph.stats()["replays"] >= 5
 
 
 def other_shapes(rank):
     """From some step on, one rank has batches of another size, then both, then one again."""
-    ours, eager = models()
-    optimizers = sgd(ours), sgd(eager)
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0])
 
     def sizes(i, rank):
         return 4 if (i in (14, 17, 18, 21) and rank == 1) or i in (19, 20) else 6
 
-    compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank, sizes=sizes, steps=24)
+    step = trained(models(), rank, sizes=sizes, steps=24)
     keys = [sorted({one.number for one in known}) for known in step.recordings.values()]
     # 12: both have 6. 17: rank 1 has 4, after a warm-up in 14. 20: both have 4; rank 0 warms up in 19.
     assert keys == ([[0, 1], [2]] if rank == 0 else [[0], [1, 2]]), keys
@@ -171,9 +180,6 @@ def other_shapes(rank):
 def own_collective(rank):
     """Of a model that is no DDP: the first call finds out."""
     from torch.distributed import _functional_collectives as functional
-
-    ours = model()
-    eager = copy.deepcopy(ours)
 
     def make(model, optimizer):
         def step(x, y):
@@ -192,12 +198,11 @@ def own_collective(rank):
 
         return step
 
-    step = cudagraph.whole_step(make(ours, sgd(ours)))
-    compare(step, make(eager, sgd(eager)), ours, eager, rank, steps=6)
+    step = trained_by(make, two_models(), rank, steps=6)
     assert step.refused == "" and cudagraph.stats()["replays"] >= 3
 
 
-def assert_refused_by_rank_1(ours, eager, rank, steps=STEPS):
+def assert_refused_by_rank_1(pair, rank, steps=STEPS):
     """Train with a step whose capture fails on that rank, in the middle of a backward: all ranks leave graphs."""
 
     def make(model, optimizer):
@@ -215,16 +220,14 @@ def assert_refused_by_rank_1(ours, eager, rank, steps=STEPS):
 
         return step
 
-    step = cudagraph.whole_step(make(ours, sgd(ours)))
-    compare(step, make(eager, sgd(eager)), ours, eager, rank, steps=steps)
+    step = trained_by(make, pair, rank, steps=steps)
     assert "reads its result on the host" in step.refused
     assert ("on rank 1" in step.refused) == (rank == 0)
     assert cudagraph.stats()["recordings"] == 0 and step.ranks is None
 
 
 def fails_on_one_rank(rank):
-    ours, eager = models()
-    assert_refused_by_rank_1(ours, eager, rank)
+    assert_refused_by_rank_1(models(), rank)
 
 
 def refused_on_one_rank(rank):
@@ -244,8 +247,7 @@ def refused_on_one_rank(rank):
 
 def refused_in_the_first_call(rank):
     """One rank refuses before the models get new reducers, which would send more than old ones: none gets any."""
-    ours, eager = models()
-    optimizers = sgd(ours), sgd(eager)
+    pair = models()
 
     class Raises:
         @property
@@ -253,9 +255,8 @@ def refused_in_the_first_call(rank):
             raise ValueError("planted")
 
     if rank == 1:
-        ours.module.raises = Raises()
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0])
-    compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank, steps=5)
+        pair[0].module.raises = Raises()
+    step = trained(pair, rank, steps=5)
     assert "planted" in step.refused and ("on rank 1" in step.refused) == (rank == 0)
 
 
@@ -304,11 +305,7 @@ def all_groups_end(rank):
 def local_step(rank):
     """A step that sends nothing needs no other rank: here only one calls it."""
     if rank == 0:
-        ours = model()
-        eager = copy.deepcopy(ours)
-        optimizers = sgd(ours), sgd(eager)
-        step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0])
-        compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank, steps=4)
+        step = trained(two_models(), rank, steps=4)
         assert step.ranks is None and cudagraph.stats()["replays"] == 3
 
 
@@ -352,20 +349,16 @@ def talks_later(rank):
 
 def uncounted(rank):
     """Whether the step talks would not be seen, so it is refused before anything runs."""
-    ours = model()
-    eager = copy.deepcopy(ours)
-    optimizers = sgd(ours), sgd(eager)
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_distributed, "_collective_count", lambda group: None)
-        compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank, steps=3)
+        step = trained(two_models(), rank, steps=3)
     assert "does not count collectives" in step.refused and cudagraph.stats()["recordings"] == 0
 
 
 def talks_on_the_host(rank):
     """What is sent to one rank alone, and waits for all ranks on the host, is named."""
 
-    def make(model, optimizer, send):
+    def make(model, optimizer, *, send):
         def step(x, y):
             loss = F.mse_loss(model(x), y)
             loss.backward()
@@ -381,27 +374,18 @@ def talks_on_the_host(rank):
         dist.send(numbers, 1) if rank == 0 else dist.recv(numbers, 0)
 
     for send, reason in ((to_the_other, "talks to one of them alone"), (dist.barrier, "waits for other processes")):
-        ours = model()
-        eager = copy.deepcopy(ours)
-        step = cudagraph.whole_step(make(ours, sgd(ours), send))
-        compare(step, make(eager, sgd(eager), send), ours, eager, rank, steps=4)
+        step = trained_by(functools.partial(make, send=send), two_models(), rank, steps=4)
         assert reason in step.refused and cudagraph.stats()["recordings"] == 0, step.refused
 
 
 def find_unused(rank):
-    ours, eager = models(find_unused_parameters=True)
-    optimizers = sgd(ours), sgd(eager)
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0])
-    compare(step, eager_step(eager, F.mse_loss, optimizers[1]), ours, eager, rank, steps=3)
+    step = trained(models(find_unused_parameters=True), rank, steps=3)
     assert "find_unused_parameters=True" in step.refused and "static_graph" in step.refused
 
 
 def fsdp(rank):
     """With clipping over DTensors, and AdamW that treats all of them at once."""
-    ours, eager = sharded()
-    optimizers = adamw(ours), adamw(eager)
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0], clip_grad_norm=0.5)
-    compare(step, eager_step(eager, F.mse_loss, optimizers[1], clip_grad_norm=0.5), ours, eager, rank, steps=6)
+    step = trained(sharded(), rank, adamw, steps=6, clip_grad_norm=0.5)
     assert (step.refused, step.update_refused) == ("", "")
     assert (cudagraph.stats()["recordings"], cudagraph.stats()["replays"]) == (1, 5)
 
@@ -409,16 +393,14 @@ def fsdp(rank):
 def fsdp_mixed(rank):
     """Linear layers in bfloat16, which stay gathered between forward and backward; accumulation; a fused optimizer."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    ours, eager = sharded(mp_policy=policy, reshard_after_forward=False)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, fused=True) for each in (ours, eager)]
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0], accumulate=2)
-    compare(step, eager_step(eager, F.mse_loss, optimizers[1], accumulate=2), ours, eager, rank, steps=6)
+    pair = sharded(mp_policy=policy, reshard_after_forward=False)
+    step = trained(pair, rank, OPTIMIZERS["adamw, fused"], steps=6, accumulate=2)
     assert (step.refused, step.update_refused) == ("", "") and cudagraph.stats()["replays"] >= 4
 
 
 def fsdp_own_step(rank):
     """Gradients stay after the step; the first of two backwards is not reduced; the step keeps a loss."""
-    ours, eager = sharded()
+    ours, eager = pair = sharded()
 
     def make(model, optimizer):
         def step(x, y):
@@ -434,8 +416,7 @@ def fsdp_own_step(rank):
 
         return step
 
-    step = cudagraph.whole_step(make(ours, sgd(ours)))
-    compare(step, make(eager, sgd(eager)), ours, eager, rank, steps=7)
+    step = trained_by(make, pair, rank, steps=7)
     assert step.refused == "" and cudagraph.stats()["replays"] >= 4
     assert torch.equal(ours.last_loss, eager.last_loss)
     for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
@@ -460,8 +441,7 @@ def fsdp_schedule(rank):
 
 def fsdp_fails(rank):
     """A capture that fails in the middle of a backward, on one rank, leaves modules that are sharded."""
-    ours, eager = sharded()
-    assert_refused_by_rank_1(ours, eager, rank, steps=5)
+    assert_refused_by_rank_1(sharded(), rank, steps=5)
 
 
 def compiled_models(policy):
@@ -474,10 +454,8 @@ def compiled_models(policy):
     return pair
 
 
-def compare_compiled(ours, eager, rank, steps):
-    optimizers = adamw(ours), adamw(eager)
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0], clip_grad_norm=0.5)
-    compare(step, eager_step(eager, F.mse_loss, optimizers[1], clip_grad_norm=0.5), ours, eager, rank, steps=steps)
+def compare_compiled(pair, rank, steps):
+    step = trained(pair, rank, adamw, steps=steps, clip_grad_norm=0.5)
     assert (step.refused, step.update_refused) == ("", "") and cudagraph.stats()["replays"] >= 5
 
 
@@ -488,7 +466,7 @@ def fsdp_compiled(rank):
         for block in each[1:3]:
             fully_shard(block, mesh=mesh)
         fully_shard(each, mesh=mesh)
-    compare_compiled(*pair, rank, steps=7)
+    compare_compiled(pair, rank, steps=7)
     plans = aot_hooks.last_plans(pair[0])
     assert plans and all(plan.packed_bytes < plan.saved_bytes for plan in plans)
 
@@ -497,7 +475,7 @@ def ddp_compiled(rank):
     """Compiled blocks in a replicated model; what they save is in int8."""
     models = compiled_models(aot_hooks.int8())
     pair = [nn.parallel.DistributedDataParallel(each) for each in models]  # Dynamo refuses the smallest buckets
-    compare_compiled(*pair, rank, steps=STEPS)
+    compare_compiled(pair, rank, steps=STEPS)
 
 
 def tensor_parallel(rank):
@@ -507,9 +485,7 @@ def tensor_parallel(rank):
     eager = copy.deepcopy(ours)
     for each in (ours, eager):
         parallelize_module(each, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optimizers = adamw(ours), adamw(eager)
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizers[0], clip_grad_norm=0.5)
-    compare(step, eager_step(eager, F.mse_loss, optimizers[1], clip_grad_norm=0.5), ours, eager, 0, steps=6)
+    step = trained((ours, eager), 0, adamw, steps=6, clip_grad_norm=0.5)
     assert (step.refused, step.update_refused) == ("", "") and cudagraph.stats()["replays"] >= 4
 
 
@@ -532,7 +508,6 @@ def fsdp_saved_and_loaded(rank):
 
 def fsdp_events(rank):
     """The next step's gathering waits for an event of this one, which only an uncaptured call leaves behind."""
-    ours, eager = sharded()
 
     def make(model, optimizer):
         def step(x, y):
@@ -550,8 +525,7 @@ def fsdp_events(rank):
     def sizes(i, rank):
         return 6 - 2 * (i % 3 == 2)
 
-    step = cudagraph.whole_step(make(ours, sgd(ours)))
-    compare(step, make(eager, sgd(eager)), ours, eager, rank, sizes=sizes, steps=9)
+    step = trained_by(make, sharded(), rank, sizes=sizes, steps=9)
     assert step.refused == "" and cudagraph.stats()["replays"] >= 6
 
 

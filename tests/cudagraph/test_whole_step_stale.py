@@ -247,11 +247,12 @@ def test_a_step_around_a_step(device, x):
     assert outer(x) == 20
 
 
-def test_a_tensor_that_nothing_leads_to_is_not_captured(device, x, w):
+@pytest.mark.parametrize("read", [lambda table: table, torch.Tensor.detach_])
+def test_a_tensor_that_nothing_leads_to_is_not_captured(device, x, w, read):
     """A table in a cache, say: nobody would see that it moved, or that another one took its place."""
     table = functools.lru_cache(lambda: torch.full((4,), 2.0, device=device))
     table()
-    step = cudagraph.whole_step(lambda x: x * w * table())
+    step = cudagraph.whole_step(lambda x: x * w * read(table()))
     for _ in range(4):
         assert step(x)[0] == 2
     assert "reads a tensor that was not found" in step.refused
@@ -284,15 +285,6 @@ def test_tensors_in_objects_of_torch_are_found(device, x, kind):
     step = cudagraph.whole_step(lambda x: run(x) + anchor)
     recorded(step, x)
     assert step.refused == ""
-
-
-def test_a_tensor_from_a_cache_stays_unknown_when_it_is_detached(device, x, w):
-    table = functools.lru_cache(lambda: torch.full((4,), 2.0, device=device))
-    table()
-    step = cudagraph.whole_step(lambda x: x * w * table().detach_())
-    for _ in range(4):
-        assert step(x)[0] == 2
-    assert "reads a tensor that was not found" in step.refused
 
 
 def test_a_traced_module_with_another_buffer(device):
@@ -476,17 +468,6 @@ def test_threads_that_call_one_step_get_their_own_results(device, w):
 
     with ThreadPoolExecutor(4) as pool:
         assert [*pool.map(work, range(4))] == [{0.0}, {1.0}, {2.0}, {3.0}]
-
-
-def test_results_are_in_memory_of_their_own_from_the_first_call(device):
-    total = torch.zeros((), device=device)
-
-    @cudagraph.whole_step
-    def step(x):
-        total.add_(x.sum())
-        return total
-
-    assert [result.item() for result in [step(torch.ones(1, device=device)) for _ in range(5)]] == [1, 2, 3, 4, 5]
 
 
 def test_precision_of_convolutions(device, x, w):

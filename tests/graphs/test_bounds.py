@@ -231,7 +231,6 @@ def m(*shape: int) -> torch.Tensor:
 
 GENERATOR = torch.Generator()
 INDEX = torch.tensor([[3, 1, 0, 2, 5, 4]] * 6)
-OFFSETS = torch.tensor([2, 4, 6], dtype=torch.int32)
 CONVOLUTION = ([1], [1], [1], False, [0], 1)
 # operators -> arguments of a call; those that may be rounded are made anew
 CALLS: dict[str, Callable[[], tuple[object, ...]]] = {

@@ -28,7 +28,7 @@ from sentinel import Chain, assert_same, clone, compiled, gradients, graph_count
 from torch import Tensor
 
 from aot_hooks import KEEP, Hook, float8, saved_tensors_hooks, saved_tensors_policy
-from aot_hooks.errors import AotHooksError
+from aot_hooks.errors import AotHooksError, HookContractError
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +57,20 @@ def test_a_change_is_followed(model: Chain, x: Tensor, case: Callable[[], Case])
             assert_same(gradients(call, model, x), hand_gradients(model, x, h=3))
             assert_same(gradients(model, model, x), hand_gradients(model, x, h=3))
     assert graph_count() - before == 2
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_a_change_in_an_open_context_is_refused(model: Chain, x: Tensor, case: Callable[[], Case]) -> None:
+    pack, change = case()
+    call = compiled(model)
+    with saved_tensors_hooks(pack, clone):
+        expected = hand_gradients(model, x, h=2)
+        assert_same(gradients(call, model, x), expected)
+        assert_same(gradients(call, model, x), expected)
+        change()
+        with pytest.raises(HookContractError, match="has changed since its context was entered"):
+            call(x)
 
 
 @pytest.mark.core

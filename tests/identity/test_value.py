@@ -328,25 +328,3 @@ def test_no_stale_graph_answers_for_other_hooks(model: Chain, x: Tensor) -> None
             aot_hooks.reset()
         if i % 20 == 19:
             torch._dynamo.reset()
-
-
-def test_past_the_recompile_limit_hooks_still_hold(model: Chain, x: Tensor) -> None:
-    """Dynamo runs the function eagerly then; the gradients are the same."""
-    call = compiled(model, fullgraph=False)
-    for i in range(3 * torch._dynamo.config.recompile_limit):
-        k = 2 + i % (2 * torch._dynamo.config.recompile_limit)
-        with saved_tensors_hooks(*scale(k)):
-            assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
-        aot_hooks.reset()
-        gc.collect()
-
-
-def test_a_hook_of_a_dropped_function_compiles_again(model: Chain, x: Tensor) -> None:
-    for _ in range(5):
-        call = compiled(model)
-        for k in (2, 3):
-            with saved_tensors_hooks(*scale(k)):
-                assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
-        del call
-        torch._dynamo.reset()
-        gc.collect()

@@ -100,19 +100,11 @@ def batches(*sizes, dtype=torch.float32):
     return [torch.randn(n, 3, 16, 16, generator=generator).to(dtype) for n in sizes]
 
 
-def print_plan(plan):
-    for d in plan.decisions:
-        if d.saved_bytes:
-            print(f"{d.saved_bytes:8} -> {d.packed_bytes:6}  {d.hook.name:24} {d.saved.describe()}  {d.reason}")
-    print(f"{plan.saved_bytes:8} -> {plan.packed_bytes:6}")
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_network_trains_bitwise_the_same_in_fewer_bytes(dtype):
     expected, _ = train(net(dtype), "aten", None, batches(4, dtype=dtype))
     got, (plan,) = train(net(dtype), "aten", lossless(), batches(4, dtype=dtype))
-    print_plan(plan)
     assert_same(got, expected)
     assert not torch.equal(expected[0][0], expected[1][0])  # the steps differ
     by_hook = {d.hook.name for d in plan.decisions}
@@ -137,7 +129,6 @@ def test_a_dynamic_batch_trains_bitwise_the_same():
 def test_inductor_trains_bitwise_the_same():
     expected, _ = train(small(), "inductor", None, batches(4))
     got, (plan,) = train(small(), "inductor", lossless(), batches(4))
-    print_plan(plan)
     assert_same(got, expected)
     assert {"bitmask", "narrow(2 bits)", "shape_only"} <= {d.hook.name for d in plan.decisions}
     taken = [d for d in plan.decisions if d.hook is not KEEP]

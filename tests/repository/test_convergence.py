@@ -52,21 +52,6 @@ def test_smallest_run_and_its_report(tmp_path, capsys):
     assert page.read_text() == text
 
 
-@pytest.mark.slow
-def test_every_way_is_compiled_however_many_there_are(tmp_path):
-    path, hooks = tmp_path / "convergence.json", ["int8", "float8 e4m3 rowwise", "int4"]
-    with torch._dynamo.config.patch(recompile_limit=2):
-        convergence.main([*SMALLEST, "--hooks", *hooks, "--json", str(path)])
-    ways = json.loads(path.read_text())["ways"]
-    assert all(ways[name]["kept"] < 0.7 for name in hooks)
-
-
-def test_a_report_needs_its_markers(tmp_path):
-    (tmp_path / "convergence.md").write_text("no markers")
-    with pytest.raises(ValueError, match=r"convergence\.md: expected one"):
-        report.write_report({"conditions": {}, "ways": {}}, tmp_path)
-
-
 def test_differences_are_those_of_one_seed():
     result = {
         "ways": {

@@ -187,16 +187,3 @@ def test_a_house_with_floors_passes() -> None:
     ]
     assert imports_in_circles(imports) == []
     assert floors_of(rooms(imports)) == {"p.low": 1, "p.room": 2, "p.top": 3}
-
-
-@pytest.mark.parametrize(
-    ("path", "source", "wrong"),
-    [
-        ("p/low.py", "def f():\n    from .top import run", ["p/low.py:2", "p/room/a.py:1", "p/top.py:1", "p/top.py:2"]),
-        ("p/room/a.py", "from . import b", ["p/room/a.py:1", "p/room/b.py:1", "p/room/b.py:2"]),
-        ("p/low.py", "if TYPE_CHECKING:\n    from p.room.b import y", ["p/low.py:2", "p/room/a.py:1"]),
-    ],
-    ids=["up, in a function", "inside a folder", "up, for types only"],
-)
-def test_an_import_in_a_circle_is_named_with_its_line(path: str, source: str, wrong: list[str]) -> None:
-    assert [i.where for i in imports_in_circles(imports_of(HOUSE | {path: source}))] == wrong

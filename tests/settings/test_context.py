@@ -257,16 +257,6 @@ def test_torch_func_in_a_context_leaves_hooks_usable(model: Chain, x: Tensor) ->
     assert_same(got, hand_gradients(model, x, h=4))
 
 
-def test_hooks_on_the_stack_are_seen_by_no_graph_that_inlined_them(model: Chain, x: Tensor) -> None:
-    """Footgun avoided: the ambient pair must not be applied again to tensors that the graph has packed already."""
-    call = compiled(model)
-    with saved_tensors_hooks(*scale(3), scope="all"):
-        for _ in range(3):
-            got = gradients(call, model, x)
-        assert top_of_stack() is not None
-    assert_same(got, hand_gradients(model, x, h=3, x=3, w=3))
-
-
 @pytest.mark.core
 def test_hooks_of_one_thread_do_not_show_in_another(model: Chain, x: Tensor) -> None:
     call = compiled(model)

@@ -14,6 +14,7 @@ import torch
 from sentinel import (
     Chain,
     around_second,
+    around_second_by,
     assert_same,
     clone,
     compiled,
@@ -72,13 +73,7 @@ def lambda_made_inside(model: Chain) -> Any:
 
 
 def factory_called_inside(model: Chain) -> Any:
-    def forward(x: Tensor) -> Tensor:
-        h1 = x @ model.weights[0]
-        with saved_tensors_hooks(*scale(4)):
-            h2 = h1 @ model.weights[1]
-        return h2 @ model.weights[2]
-
-    return forward
+    return around_second_by(model, lambda: scale(4))
 
 
 SOURCES = [
@@ -221,13 +216,7 @@ def test_what_is_made_inside_of_functions_from_outside_is_guarded_by_content(
 ) -> None:
     """Dynamo guards a function by its code: one that closed over another number was taken for the one before."""
     table = {}
-
-    def forward(x: Tensor) -> Tensor:
-        h1 = x @ model.weights[0]
-        with saved_tensors_hooks(*made(table["pack"], table["unpack"])):
-            h2 = h1 @ model.weights[1]
-        return h2 @ model.weights[2]
-
+    forward = around_second_by(model, lambda: made(table["pack"], table["unpack"]))
     call, before = compiled(forward), graph_count()
     for k in (3, 2, 3):
         table["pack"], table["unpack"] = scale(k)
@@ -339,27 +328,6 @@ def test_a_changed_global_recompiles_once(model: Chain, x: Tensor, monkeypatch: 
 
 
 @pytest.mark.core
-def test_hooks_made_anew_each_step_are_one_graph(model: Chain, x: Tensor) -> None:
-    table = {"hooks": scale(3)}
-
-    def forward(x: Tensor) -> Tensor:
-        h1 = x @ model.weights[0]
-        with saved_tensors_hooks(*table["hooks"]):
-            h2 = h1 @ model.weights[1]
-        return h2 @ model.weights[2]
-
-    call, before = compiled(forward), graph_count()
-    for _ in range(20):
-        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=3))
-        table["hooks"] = scale(3)
-        gc.collect(0)
-    assert graph_count() - before == 1
-    table["hooks"] = scale(2)
-    assert_same(gradients(call, model, x), hand_gradients(model, x, h1=2))
-    assert graph_count() - before == 2
-
-
-@pytest.mark.core
 def test_a_number_that_changes_recompiles_once(model: Chain, x: Tensor) -> None:
     """Dynamo makes a number symbolic when it changes, and has no constant for a function that closes over one."""
 
@@ -405,34 +373,9 @@ def times_first(x: Tensor, held: Any) -> Tensor:
 @pytest.mark.parametrize("kind", HELD_NUMBERS)
 def test_a_changed_number_in_a_partial_recompiles_once(model: Chain, x: Tensor, kind: str) -> None:
     table: dict[str, Any] = {}
-
-    def forward(x: Tensor) -> Tensor:
-        h1 = x @ model.weights[0]
-        with saved_tensors_hooks(table["pack"], lambda p: p.clone()):
-            h2 = h1 @ model.weights[1]
-        return h2 @ model.weights[2]
-
-    call, before = compiled(forward), graph_count()
+    call, before = compiled(around_second_by(model, lambda: (table["pack"], clone))), graph_count()
     for k in (2.0, 2.0, 3.0, 3.0, 5.0, 2.0):
         table["pack"] = HELD_NUMBERS[kind](k)
-        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=k))
-    assert graph_count() - before == 3
-
-
-@pytest.mark.core
-def test_a_number_that_changes_in_a_list_of_a_partial_recompiles_once(model: Chain, x: Tensor) -> None:
-    held = [2.0]
-    pack = functools.partial(lambda held, x: x * held[0], held)
-
-    def forward(x: Tensor) -> Tensor:
-        h1 = x @ model.weights[0]
-        with saved_tensors_hooks(pack, lambda p: p.clone()):
-            h2 = h1 @ model.weights[1]
-        return h2 @ model.weights[2]
-
-    call, before = compiled(forward), graph_count()
-    for k in (2.0, 2.0, 3.0, 3.0, 5.0, 2.0):
-        held[0] = k
         assert_same(gradients(call, model, x), hand_gradients(model, x, h1=k))
     assert graph_count() - before == 3
 

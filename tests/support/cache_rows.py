@@ -66,9 +66,6 @@ def run_row(row: Row, directory: str | pathlib.Path, *, stock: bool = False, **e
 def child(row: Row, stock: bool) -> dict[str, Any]:
     """This process: {"seen", "reasons", "gradient_error", "seconds", "packed_bytes", "saved_bytes",
     "captured", "rows"}."""
-    import contextlib
-    import time
-
     import torch
 
     import aot_hooks
@@ -86,33 +83,7 @@ def child(row: Row, stock: bool) -> dict[str, Any]:
             setattr(importlib.import_module(module), key, value)
 
         said = _capturing() if row.captured else {}
-
-        def run() -> tuple[list[torch.Tensor], Any, float]:
-            torch.manual_seed(7)
-            model = program.Model()
-            hooks: Callable[[], Any]
-            x = torch.randn(row.batch, 16, requires_grad=True)
-            torch.manual_seed(row.seed)
-            if stock:
-                compiled = torch.compile(model, dynamic=row.dynamic)
-                hooks = functools.partial(torch.autograd.graph.saved_tensors_hooks, *program.HOOKS)
-            else:
-                options = {"policy": program.POLICY, **row.options}
-                compiled = torch.compile(model, backend="aot_hooks", dynamic=row.dynamic, options=options)
-                hooks = contextlib.nullcontext
-                if program.HOOKS is not None:
-                    hooks = functools.partial(aot_hooks.saved_tensors_hooks, *program.HOOKS, scope=row.scope)
-            started = time.perf_counter()
-            for _ in range(3 if row.captured else 1):  # as it is, recorded, replayed
-                x.grad = None
-                model.zero_grad()
-                with hooks():
-                    y = compiled(x)
-                y.square().sum().backward()
-            seconds = time.perf_counter() - started
-            return [x.grad, *(p.grad for p in model.parameters())], compiled, seconds
-
-        found, compiled, seconds = run()
+        found, compiled, seconds = _steps(program, row, stock)
         counters = torch._dynamo.utils.counters["aot_autograd"]
         stats = aot_hooks.cache_stats()
         if stock:
@@ -122,7 +93,7 @@ def child(row: Row, stock: bool) -> dict[str, Any]:
         cudagraphs = said["found"]() if said else None
         torch._dynamo.reset()
         with torch._functorch.config.patch(enable_autograd_cache=False):
-            expected, _, _ = run()
+            expected, _, _ = _steps(program, row, stock)
     seen = {"hits": "hit", "misses": "miss", "bypasses": "bypass"}
     return {
         "seen": ", ".join(seen[k] for k in seen if stats[k]),
@@ -134,6 +105,39 @@ def child(row: Row, stock: bool) -> dict[str, Any]:
         "captured": cudagraphs,
         "rows": [[d.saved.name, str(d.hook), d.saved.module_path] for p in plans for d in p.decisions],
     }
+
+
+def _steps(program: Any, row: Row, stock: bool) -> tuple[list[Any], Any, float]:
+    """Gradients of the last step of the row's program, what was compiled, and the seconds of all steps."""
+    import contextlib
+    import time
+
+    import torch
+
+    import aot_hooks
+
+    torch.manual_seed(7)
+    model = program.Model()
+    hooks: Callable[[], Any]
+    x = torch.randn(row.batch, 16, requires_grad=True)
+    torch.manual_seed(row.seed)
+    if stock:
+        compiled = torch.compile(model, dynamic=row.dynamic)
+        hooks = functools.partial(torch.autograd.graph.saved_tensors_hooks, *program.HOOKS)
+    else:
+        options = {"policy": program.POLICY, **row.options}
+        compiled = torch.compile(model, backend="aot_hooks", dynamic=row.dynamic, options=options)
+        hooks = contextlib.nullcontext
+        if program.HOOKS is not None:
+            hooks = functools.partial(aot_hooks.saved_tensors_hooks, *program.HOOKS, scope=row.scope)
+    started = time.perf_counter()
+    for _ in range(3 if row.captured else 1):  # as it is, recorded, replayed
+        x.grad = None
+        model.zero_grad()
+        with hooks():
+            y = compiled(x)
+        y.square().sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters())], compiled, time.perf_counter() - started
 
 
 def _capturing() -> dict[str, Any]:

@@ -344,33 +344,13 @@ class _Capturing(TorchDispatchMode):
         if any(r.alias_info is not None and not r.alias_info.is_write for r in returned):
             return func(*args, **kwargs)  # a view touches no data
         raw_args, raw_kwargs = tree_map_only(torch.Tensor, lambda x: raw(x, arena), (args, kwargs))
-        written = {
-            name: value
-            for name, value in [*zip((a.name for a in func._schema.arguments), args, strict=False), *kwargs.items()]
-            for a in func._schema.arguments
-            if a.name == name and a.alias_info is not None and a.alias_info.is_write
-        }
-        if written:
+        if results := _written(func, args, kwargs):
             arena.launches += 1
             arena.note(lambda: func(*raw_args, **raw_kwargs))
-            results = list(written.values())
             return None if not returned else results[0] if len(returned) == 1 else tuple(results[: len(returned)])
 
-        def on_meta(x: torch.Tensor) -> torch.Tensor:
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-        meta_args, meta_kwargs = tree_map_only(torch.Tensor, on_meta, (args, kwargs))
-        leaves = _leaves((args, kwargs))
-        if any(isinstance(x, torch.device) for x in leaves):
-            meta_args, meta_kwargs = tree_map_only(
-                torch.device, lambda _: torch.device("meta"), (meta_args, meta_kwargs)
-            )
-        elif "device" in kwargs or not any(isinstance(x, torch.Tensor) for x in leaves):
-            meta_kwargs = {**meta_kwargs, "device": "meta"}
-        if "generator" in kwargs:
-            meta_kwargs = {**meta_kwargs, "generator": None}
-        meta = func(*meta_args, **meta_kwargs)
-        if any(isinstance(x, torch.Tensor) and x.is_meta for x in leaves):
+        meta = _on_meta(func, args, kwargs)
+        if any(isinstance(x, torch.Tensor) and x.is_meta for x in _leaves((args, kwargs))):
             return meta
 
         def place(m: torch.Tensor) -> torch.Tensor:
@@ -432,6 +412,30 @@ def _of_one_rank() -> tuple[Any, Any]:
         group.allreduce([torch.zeros(1)]).wait()
     (_, args), *_ = [call for call in noting.calls if call[0] is torch.ops.c10d.allreduce_.default]
     return args[1], args[2]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to."""
+    named = [*zip((a.name for a in func._schema.arguments), args, strict=False), *kwargs.items()]
+    written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    return [value for name, value in named if name in written]
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives for the same arguments on the meta device."""
+
+    def on_meta(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    leaves = _leaves((args, kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, on_meta, (args, kwargs))
+    if any(isinstance(x, torch.device) for x in leaves):
+        args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
+    elif "device" in kwargs or not any(isinstance(x, torch.Tensor) for x in leaves):
+        kwargs = {**kwargs, "device": "meta"}
+    if "generator" in kwargs:
+        kwargs = {**kwargs, "generator": None}
+    return func(*args, **kwargs)
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -51,6 +51,47 @@ class Slotted:
         self.k = 2.0
 
 
+class Holding(nn.Module):
+    by_class = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = 2.0
+        self.register_buffer("table", torch.tensor(2.0))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.k
+
+    @property
+    def twice(self) -> float:
+        return self.k
+
+    def by_method(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+    def by_property(self, x: Tensor) -> Tensor:
+        return x * self.twice
+
+    def by_attribute_of_the_class(self, x: Tensor) -> Tensor:
+        return x * self.by_class
+
+    def by_buffer(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+
+def graph_of(made: torch.fx.GraphModule | None, k: float) -> torch.fx.GraphModule:
+    """`x * made.k * (k / 2)`, put into `made`."""
+    if made is None:
+        made = torch.fx.GraphModule(nn.Module(), torch.fx.Graph())
+        made.k = torch.tensor(2.0)
+    graph = torch.fx.Graph()
+    product = graph.call_function(torch.mul, (graph.placeholder("x"), graph.get_attr("k")))
+    graph.output(graph.call_function(torch.mul, (product, k / 2)))
+    made.graph = graph
+    made.recompile()
+    return made
+
+
 class ByMode(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * (2.0 if self.training else 3.0)
@@ -117,6 +158,18 @@ FOLLOWED_TABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callabl
     "tensor_in_place": (lambda: torch.tensor([2.0]), lambda held: lambda x: x * held, lambda held: held.fill_(3.0)),
     "large_tensor_in_place": (lambda: torch.full((4096, 5), 2.0), lambda held: lambda x: x * held[-1, : x.shape[-1]],
                               lambda held: held.fill_(3.0)),
+    "attribute_of_a_method": (Holding, lambda held: held.by_method, set_k),
+    "method_of_a_method": (Holding, lambda held: held.by_method,
+                           lambda held: setattr(held, "scaled", lambda x: x * 3)),
+    "property": (Holding, lambda held: held.by_property, set_k),
+    "attribute_over_that_of_the_class": (Holding, lambda held: held.by_attribute_of_the_class,
+                                         lambda held: setattr(held, "by_class", 3.0)),
+    "buffer": (Holding, lambda held: held.by_buffer, lambda held: held.table.fill_(3.0)),
+    "buffer_replaced": (Holding, lambda held: held.by_buffer, lambda held: setattr(held, "table", torch.tensor(3.0))),
+    "data_of_a_buffer": (Holding, lambda held: held.by_buffer, lambda held: held.table.data.fill_(3.0)),
+    "constant_of_a_graph": (lambda: graph_of(None, 2.0), lambda held: held,
+                            lambda held: setattr(held, "k", torch.tensor(3.0))),
+    "code_of_a_graph": (lambda: graph_of(None, 2.0), lambda held: held, lambda held: graph_of(held, 3.0)),
 }
 REFUSED_TABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
     "ndarray_subclass": (lambda: np.array([2.0], dtype=np.float32).view(NumpyArray),
@@ -165,6 +218,14 @@ def enum_method() -> Case:
     return lambda x: x * mode.factor(), lambda: operator.setitem(globals(), "FACTOR", 3.0)
 
 
+def attribute_of_a_class() -> Case:
+    class Scale:
+        k = 2.0
+
+    held = Scale()
+    return lambda x: x * held.k, lambda: setattr(Scale, "k", 3.0)
+
+
 def metaclass_attribute() -> Case:
     class Meta(type):
         k = 2.0
@@ -176,13 +237,8 @@ def metaclass_attribute() -> Case:
 
 
 def metaclass_attribute_by_type() -> Case:
-    class Meta(type):
-        k = 2.0
-
-    class Config(metaclass=Meta):
-        pass
-
-    config = Config()
+    Meta = type("Meta", (type,), {"k": 2.0})
+    config = Meta("Config", (), {})()
     return lambda x: x * type(config).k, lambda: setattr(Meta, "k", 3.0)
 
 
@@ -249,7 +305,7 @@ def cases(table: dict[str, Any], *functions: Callable[[], Case]) -> list[Any]:
 
 # fmt: off
 FOLLOWED = cases(
-    FOLLOWED_TABLE, globals_of_executed_code, enum_attribute, enum_method, globals_of_a_function,
+    FOLLOWED_TABLE, attribute_of_a_class, globals_of_executed_code, enum_attribute, enum_method, globals_of_a_function,
     closure_of_an_inner_function, default_of_a_function, code_of_a_function,
 )
 # fmt: on

@@ -24,6 +24,7 @@ __all__ = [
     "TRIPLE",
     "Chain",
     "around_second",
+    "around_second_by",
     "assert_same",
     "compiled",
     "double",
@@ -98,6 +99,19 @@ def around_second(model: Chain, *hooks: Any, **scope: str) -> Callable[[Tensor],
         w1, w2, w3 = model.weights
         h1 = x @ w1
         with saved_tensors_hooks(*hooks, **scope):
+            h2 = h1 @ w2
+        return h2 @ w3
+
+    return forward
+
+
+def around_second_by(model: Chain, hooks: Callable[[], Any]) -> Callable[[Tensor], Tensor]:
+    """The same with what `hooks` gives in each call."""
+
+    def forward(x: Tensor) -> Tensor:
+        w1, w2, w3 = model.weights
+        h1 = x @ w1
+        with saved_tensors_hooks(*hooks()):
             h2 = h1 @ w2
         return h2 @ w3
 
