@@ -38,7 +38,7 @@ from .passes.chunk import Chunked, chunked, logits_at_peak
 from .passes.early import compute_early
 from .passes.edits import finished, log
 from .passes.live_bytes import LivePoint, live_bytes
-from .passes.partition import parameters_of, partitioned, save_what_may_change, state_of
+from .passes.partition import parameters_of, partitioned, state_of
 from .passes.permutations import gather_gradients
 from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
 from .passes.regions import RegionRow
@@ -212,8 +212,8 @@ class _Partitioning:
     def split(self, gm: GraphModule) -> _Pair:
         """Partitions `gm`, a joint graph, with no hooks so far.
 
-        A budget splits a graph once more for pointwise results that are computed again. What torch would do is read
-        off the first split, to compare with.
+        A budget splits a graph once for each set of values that it computes again. The first split has no such values,
+        so what torch would do is read off it, to compare with.
         """
         is_first = gm not in self.shared.stocks
         merges = not self.apart and is_first  # the first split has merged what repeats in `gm` itself
@@ -330,9 +330,9 @@ class _Partitioning:
             "static_inputs": self.static,
             **self.outputs,
         }
-        mend = partial(save_what_may_change, num_fwd_outputs=self.num_fwd_outputs, state=self.state)
-        split, made = partial(self.split, gm), self.shared.made[gm]
-        return Joint(gm, split, mend, self.without_hooks, self.rewritten, setting, parts, made)
+        return Joint(
+            gm, partial(self.split, gm), self.without_hooks, self.rewritten, setting, parts, self.shared.made[gm]
+        )
 
     def without_hooks(self) -> tuple[tuple[LivePoint, ...], float]:
         """Live bytes and milliseconds of the joint graph as it came."""

@@ -12,7 +12,6 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -75,10 +74,8 @@ def draw_counts(gm: GraphModule, *, with_state: bool = False) -> Counter[Any]:
     return counts
 
 
-def twins(
-    fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, known_too: Mapping[Node, Node] = MappingProxyType({})
-) -> dict[Node, Node]:
-    """For each node of `bw` that has the value of a node of `fw`: that node. `known_too`: some such nodes.
+def twins(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> dict[Node, Node]:
+    """For each node of `bw` that has the value of a node of `fw`: that node.
 
     Nodes correspond if they call the same operator with corresponding arguments. Those that draw random numbers
     correspond by name: partitioners copy nodes with their names.
@@ -87,7 +84,6 @@ def twins(
     known = {_key(node, fw, numbers): node for node in reversed(fw.graph.nodes) if not draws(node)}
     drawn = {node.name: node for node in fw.graph.nodes if draws(node)}
     found = {slot: node for node, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(node, Node)}
-    found |= known_too
     for node in bw.graph.nodes:
         if node.op not in ("call_function", "get_attr"):
             continue

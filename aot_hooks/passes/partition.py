@@ -18,7 +18,6 @@ from cudagraph.graph.snapshots import save_what_was_read
 
 from ..graphs.nodes import storages
 from ..graphs.repeats import draw_counts
-from ..graphs.saved import crossing_pairs
 from .repeats import save_what_is_computed_from, save_what_was_drawn
 from .row_sums import sum_rows_in_slices
 
@@ -35,19 +34,13 @@ def partitioned(
     counts = draw_counts(joint, with_state=True)
     fw, bw = split()
     save_what_was_drawn(fw, bw, num_fwd_outputs, counts)
-    save_what_may_change(fw, bw, num_fwd_outputs, state)
-    sum_rows_in_slices(bw)
-    return fw, bw
-
-
-def save_what_may_change(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, state: Collection[int]) -> None:
-    """Save what `bw` would read of inputs that are written to before it runs. Edits both graphs in place."""
     copied: set[Node] = set()
     if state:
         inputs = fw.graph.find_nodes(op="placeholder")
         copied = save_what_is_computed_from(fw, bw, num_fwd_outputs, storages(inputs[i] for i in state))
-    slots = {n: slot for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)}
-    save_what_was_read(fw, bw, num_fwd_outputs, copied, slots)
+    save_what_was_read(fw, bw, num_fwd_outputs, copied)
+    sum_rows_in_slices(bw)
+    return fw, bw
 
 
 def parameters_among(inputs: Sequence[Any]) -> frozenset[int]:

@@ -151,7 +151,7 @@ def save_instead(
 def slots_of(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, nodes: Iterable[Node]) -> dict[Node, Node]:
     """Have `fw` save `nodes` from now on. Returns the inputs of `bw` for all that `fw` saves, by node of `fw`.
 
-    New saved tensors come first: torch wants those that it does not check for writes at the end, and then sizes.
+    New saved tensors come first: torch wants those that it does not check for writes at the end.
     """
     pairs = crossing_pairs(fw, bw, num_fwd_outputs)
     slots = {node: slot for node, slot in pairs if isinstance(node, Node)}
@@ -160,11 +160,10 @@ def slots_of(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, nodes: Iter
     for node in nodes:
         if node not in slots:
             with bw.graph.inserting_before(after_sizes):
-                slots[node] = bw.graph.placeholder(node.name if node.op == "placeholder" else clean_name(node.name))
+                slots[node] = bw.graph.placeholder(clean_name(node.name))
             slots[node].target, slots[node].meta = slots[node].name, {"val": node.meta["val"]}
             saved.append(node)
-    tensors, sizes = ([node for node in saved if is_size(node) == wanted] for wanted in (False, True))
-    set_saved(fw, num_fwd_outputs, [*tensors, *results_of(fw.graph)[num_fwd_outputs:], *sizes])
+    set_saved(fw, num_fwd_outputs, [*saved, *results_of(fw.graph)[num_fwd_outputs:]])
     return slots
 
 

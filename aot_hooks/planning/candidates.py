@@ -28,7 +28,7 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import results_of
 
-from ..graphs.nodes import storage_bytes
+from ..graphs.nodes import storage_bytes, storage_of
 from ..graphs.roofline import has_formula
 from ..graphs.saved import SavedTensor, module_calls
 from ..graphs.speeds import Rates, measured_rates
@@ -42,6 +42,7 @@ from ..passes.live_bytes import LivePoint
 from ..passes.plan import Plan
 from ..settings.setting import choose
 from ..steps.schedule import DECIDED_LATER
+from ..torch_private import aot
 from ..torch_private.values import hint
 from .in_step import bytes_of
 from .kernels import split_and_hold
@@ -146,17 +147,21 @@ def computed_again(
     `one_block`: the graph is a block.
     """
     if again not in (BLOCKS, WHOLE_BLOCKS, WHOLE_GRAPH):
-        return joint.graphs(pointwise=again == POINTWISE)
+        with aot.recomputing_pointwise(again == POINTWISE):
+            return joint.graphs()
     whole = again != BLOCKS
     blocks = _blocks(stock, one_block=one_block or again == WHOLE_GRAPH, statistics=whole)
-    names = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), blocks, last=whole)
-    if not names:
+    found = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), blocks, last=whole)
+    if found is None:
         return None
+    names, gone, reads = found
     forward, backward = ({n.name: ms for n, ms in each.items() if has_formula(n)} for each in stock.times)
     twice = sum(ms for name, ms in forward.items() if name in names)
     if sum(forward.values()) + sum(backward.values()) + twice >= most_ms:
         return None
-    return joint.computing_again(stock, names)
+    kept = {v.fw_node.name for v in stock.boundary.tensors if storage_of(v.fw_node) not in gone}
+    with aot.recomputed(joint.gm, names, (kept | reads) - names):
+        return joint.graphs()
 
 
 def _blocks(stock: Graphs, *, one_block: bool, statistics: bool) -> dict[Node, str]:

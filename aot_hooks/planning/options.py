@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,6 @@ from ..offloading.hook import offload, settings_of
 from ..offloading.transfers import COPIES
 from ..passes.live_bytes import LivePoint, live_bytes
 from ..passes.plan import NOTHING, Plan, Unpacked, decide
-from ..passes.recompute import recompute_nodes
 from ..passes.trace import TracedHook
 from ..passes.units import Tracer, trace_units
 from ..settings.setting import Setting, out_of_scope
@@ -111,20 +110,18 @@ class Joint:
     """A joint graph, and how it becomes two graphs with hooks.
 
     Attributes:
-        gm: the joint graph.
-        split: partitions `gm`, as torch does.
-        mend: what is computed again is mended in place, as in a graph that torch has split.
+        gm: the joint graph. Marks on it say what is computed again.
+        split: partitions `gm`; called again after marks have changed.
         without_hooks: the live bytes and the milliseconds of the graphs as torch partitions them, once `split` ran.
         rewrite: puts the hooks of a setting into two graphs, in place.
         setting: what the user asked for.
         parts: further arguments of `Graphs`.
-        made: the graphs that `split` made, by whether pointwise results are computed again; several plans share them.
+        made: the graphs that were made, by the marks; several plans of `gm` share them.
         drops_others: the user keeps no output but the loss.
     """
 
     gm: GraphModule
     split: Callable[[], tuple[GraphModule, GraphModule]]
-    mend: Callable[[GraphModule, GraphModule], None]
     without_hooks: Callable[[], tuple[tuple[LivePoint, ...], float]]
     rewrite: Callable[[GraphModule, GraphModule, Setting, Tracer | None, bool], Plan]
     setting: Setting
@@ -132,22 +129,12 @@ class Joint:
     made: dict[Any, Graphs] = dataclasses.field(default_factory=dict)
     drops_others: bool = False
 
-    def graphs(self, *, pointwise: bool = False) -> Graphs:
-        """The graphs as torch partitions them. They are shared, so nothing may change them.
-
-        `pointwise`: pointwise results are computed again.
-        """
-        if pointwise not in self.made:
-            with aot.recomputing_pointwise(pointwise):
-                self.made[pointwise] = Graphs(*self.split(), **self.parts)
-        return self.made[pointwise].without_others if self.drops_others else self.made[pointwise]
-
-    def computing_again(self, graphs: Graphs, again: Collection[str]) -> Graphs:
-        """A copy of `graphs` whose backward computes the nodes named in `again`."""
-        found = dataclasses.replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
-        recompute_nodes(found.fw, found.bw, found.num_fwd_outputs, again)
-        self.mend(found.fw, found.bw)
-        return found.multiplied_early
+    def graphs(self) -> Graphs:
+        """The graphs of the marks that `gm` has now. They are shared, so nothing may change them."""
+        marks = aot.partition_marks(self.gm)
+        if marks not in self.made:
+            self.made[marks] = Graphs(*self.split(), **self.parts)
+        return self.made[marks].without_others if self.drops_others else self.made[marks]
 
     def hooked(
         self,

@@ -110,7 +110,9 @@ def _saved_for(value: Value, node: Node, gone: int) -> Value:
     )
 
 
-def of_blocks(groups: Sequence[Sequence[SavedValue]], block_of: Mapping[Node, str], *, last: bool) -> set[str]:
+def of_blocks(
+    groups: Sequence[Sequence[SavedValue]], block_of: Mapping[Node, str], *, last: bool
+) -> tuple[set[str], set[Any], set[str]] | None:
     """What checkpointing computes again: all but what one block gets from another, and what can't be repeated.
 
     Args:
@@ -118,7 +120,8 @@ def of_blocks(groups: Sequence[Sequence[SavedValue]], block_of: Mapping[Node, st
         last: compute again what nodes in no block get, too, as torch's partition of checkpoints does: what the last
             block returns is not there yet while the backward of the head runs.
 
-    Returns the names of the nodes to compute again.
+    Returns the names of the nodes to compute again, the storages that are saved no more, and the names of the nodes
+    that are read for it. None if there is nothing to compute again.
     """
 
     def crosses(node: Node) -> bool:
@@ -127,6 +130,8 @@ def of_blocks(groups: Sequence[Sequence[SavedValue]], block_of: Mapping[Node, st
     stops = {storage_of(node) for node in block_of if crosses(node) or not block_of[node]}
     stops.discard(None)  # the key of an operator with several results; these have their own
     again: set[str] = set()
+    gone: set[Any] = set()
+    reads: set[str] = set()
     position = {node: i for i, node in enumerate(block_of)}
     for group in sorted(groups, key=lambda group: position.get(group[0].fw_node, -1)):
         key = storage_of(group[0].fw_node)
@@ -135,7 +140,9 @@ def of_blocks(groups: Sequence[Sequence[SavedValue]], block_of: Mapping[Node, st
             stops.add(key)
         else:
             again |= {n.name for n in chain.nodes}
-    return again
+            reads |= {n.name for n in chain.reads}
+            gone.add(key)
+    return (again, gone, reads) if gone else None
 
 
 @dataclass(frozen=True)

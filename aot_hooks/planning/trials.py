@@ -1,9 +1,12 @@
 """One joint graph under one assignment: choices that are put into the graphs, and the best of them.
 
-joint --split--> fw, bw --step_of--> Step --search--> options --+--> nodes that the backward computes again
-                                                                +--> hooks: a policy for the rewrite
-the rewritten graphs' live bytes are above the peak: again, with less
-ways that a user can type: rewritten, if they may be better
+      joint --split--> fw, bw --step_of--> Step --search--> options --+--> nodes to recompute: the joint is split again
+                                                                      +--> hooks: a policy for the rewrite
+      the rewritten graphs' live bytes are above the peak: again, with less
+      ways that a user can type: rewritten, if they may be better
+
+The partitioner gets the choice as marks on the joint graph, the same that `torch.utils.checkpoint` leaves there. It
+puts what is recomputed just before its first reader.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch.fx import GraphModule
 from ..errors import BudgetError
 from ..graphs.lifetimes import on_cuda
 from ..graphs.nodes import storage_of
-from ..graphs.saved import SavedValue
+from ..graphs.saved import Boundary, SavedValue
 from ..hook import KEEP, Hook
 from ..passes.plan import Plan
 from ..torch_private import aot
@@ -171,8 +174,9 @@ class Trials:
 
     def _partitioned(self, chosen: Solution) -> tuple[Graphs, Step]:
         """The graphs that compute again the values that `chosen` recomputes, and their step."""
-        again = {name for option in chosen.options for name in option.again}
-        graphs = self.joint.computing_again(self.stock, again) if again else self.stock
+        again, kept = _marks(chosen, self.stock.boundary, self.groups)
+        with aot.recomputed(self.joint.gm, again, kept):
+            graphs = self.joint.graphs().multiplied_early
         own = self._step_of(graphs, _reached(chosen, self.step, self.groups))
         return graphs, replace(own, weighed_bytes=self.step.saved_bytes)
 
@@ -284,6 +288,17 @@ def _over(found: Tried, limits: Limits) -> str:
     if limits.peak is not None and found.peak > limits.peak:
         return f"it takes {mib(found.peak)} here, more than the {mib(limits.peak)} that there are"
     return f"it takes {found.plan.step_ratio:.3f} times the time here, more than {limits.slowdown:.3f}"
+
+
+def _marks(chosen: Solution, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> tuple[set[str], set[str]]:
+    """The names of the nodes to compute again, and of those to save for that."""
+    options = [option for option in chosen.options if option.name == RECOMPUTE]
+    gone = {storage_of(g[0].fw_node) for g, o in zip(groups, chosen.options, strict=False) if o.name == RECOMPUTE}
+    again = {name for option in options for name in option.again}
+    if not again:
+        return set(), set()
+    kept = {v.fw_node.name for v in cross.tensors if storage_of(v.fw_node) not in gone}
+    return again, (kept | {name for option in options for name in option.reads}) - again
 
 
 def _reached(chosen: Solution, step: Step, groups: Sequence[Sequence[SavedValue]]) -> dict[Any, int]:

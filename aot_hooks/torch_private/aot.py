@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from cudagraph.torch_private import compilers
 from cudagraph.torch_private.cuda import boxed
@@ -146,6 +147,37 @@ def compile_graph(
     patches = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True} if stored else {}
     with need("torch._functorch.config").patch(patches):
         return compilers.compile_aten(gm, inputs, partition=partition, **using)
+
+
+@contextlib.contextmanager
+def recomputed(joint: GraphModule, again: set[str], kept: set[str]) -> Iterator[None]:
+    """While entered, torch's partition of `joint` computes the nodes `again` in the backward, and saves `kept`.
+
+    The marks are those of `torch.utils.checkpoint`; nodes that the program has marked itself keep theirs. torch's
+    partition replaces the graph of `joint`, so nodes go by name. 2.11 to 2.15.
+    """
+    key = "recompute"
+    own = {n.name: {key: n.meta[key]} for n in joint.graph.nodes if n.meta.get(key) is not None}
+    policies = dict.fromkeys(kept, CheckpointPolicy.MUST_SAVE) | dict.fromkeys(again, CheckpointPolicy.MUST_RECOMPUTE)
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and node.name in policies and node.name not in own:
+            node.meta[key] = policies[node.name]
+    try:
+        yield
+    finally:
+        for node in joint.graph.nodes:
+            node.meta.pop(key, None)
+            node.meta.update(own.get(node.name, {}))
+
+
+def partition_marks(joint: GraphModule) -> tuple[Any, ...]:
+    """What torch's partition of `joint` depends on beside the graph itself: settings, and marks on nodes; 2.11 to 2.15.
+
+    A partition may leave marks of its own, and those count as well.
+    """
+    config = need("torch._functorch.config")
+    marks = ((n.name, n.meta["recompute"]) for n in joint.graph.nodes if n.meta.get("recompute") is not None)
+    return config.ban_recompute_materialized_backward, *marks
 
 
 def without_code(root: Any, graph: torch.fx.Graph) -> GraphModule:

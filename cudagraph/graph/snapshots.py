@@ -14,7 +14,7 @@ before anything is written. `aot_hooks` uses the same rule.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -61,17 +61,11 @@ def _drawn_twice(fw: GraphModule, bw: GraphModule) -> set[str]:
     return {str(n.target) for n in bw.graph.nodes if (n.name, n.target) in drawn}
 
 
-def save_what_was_read(
-    fw: GraphModule,
-    bw: GraphModule,
-    num_fwd_outputs: int,
-    others: Collection[Node] = (),
-    slots: Mapping[Node, Node] | None = None,
-) -> bool:
+def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, others: Collection[Node] = ()) -> bool:
     """Save a copy of each saved input that `fw`, or torch after it, writes to, and of `others`. Edits both graphs.
 
-    `slots`: the backward's input for each node that is saved; None: the two have the same name, as torch's partition
-    leaves them. Returns whether it has changed the graphs.
+    Returns whether it has changed them. Call it right after the partition: the backward's inputs have the names of
+    what the forward saves.
     """
     targets = _written(fw, num_fwd_outputs)
     if not targets and not others:  # as in most graphs
@@ -86,7 +80,7 @@ def save_what_was_read(
         return False
     by_name = {node.name: node for node in bw.graph.find_nodes(op="placeholder")}
     for node, copy in copies.items():
-        _rename(by_name[node.name] if slots is None else slots[node], copy)
+        _rename(by_name[node.name], copy)
     kept = (copies.get(value, value) for value in outputs[num_fwd_outputs:])
     fw.graph.output_node().args = ([*outputs[:num_fwd_outputs], *kept],)
     return True

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -72,19 +73,19 @@ def model_and_input() -> tuple[nn.Module, torch.Tensor]:
 @pytest.mark.core
 def test_no_point_beats_another_and_the_policy_of_a_point_gives_its_plan(model_and_input, monkeypatch):
     model, x = model_and_input
-    graphs, splits = [], []
+    graphs, splits = [], Counter[object]()
     plan_graph, partition = dry_run.plan_graph, aot.min_cut_partition
 
     def split(joint, *args, **kwargs):
-        splits.append(joint)
+        splits[aot.partition_marks(joint)] += 1
         return partition(joint, *args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(dry_run, "plan_graph", lambda *args: graphs.append(args) or plan_graph(*args))
         patch.setattr(aot, "min_cut_partition", split)
         found = aot_hooks.frontier(model, x, inner="aten", max_error=0)
-    # traced once, and split for the plan without hooks, for budgets, and with pointwise results computed again
-    assert len(graphs) == 1 and len(splits) <= 3
+    # traced once, and split once in each way: without marks for the plan without hooks, and for budgets
+    assert len(graphs) == 1 and len(splits) > 2 and sum(splits.values()) == len(splits) + 1
     peaks, ratios = [p.peak_bytes for p in found], [p.step_ratio for p in found]
     assert len(found) >= 3 and peaks == sorted(peaks) and ratios == sorted(ratios, reverse=True)
     assert len(set(peaks)) == len(peaks) and ratios[-1] == 1.0
