@@ -198,9 +198,9 @@ def test_no_tile_waits_for_the_end_of_the_backward(monkeypatch: pytest.MonkeyPat
     backwards: list[torch.fx.GraphModule] = []
     finished = partitioner.finished
     monkeypatch.setattr(partitioner, "finished", lambda fw, bw: backwards.append(bw) or finished(fw, bw))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     run = compiled(module, 10, policy=aot_hooks.KEEP, inner="inductor")
-    run(example(dtype=torch.bfloat16).requires_grad_()).sum().backward()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        run(example(dtype=torch.bfloat16).requires_grad_()).sum().backward()
     (bw,) = backwards
     nodes = list(bw.graph.nodes)
     alive = [0] * len(nodes)
