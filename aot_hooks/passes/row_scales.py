@@ -176,7 +176,8 @@ def _shape(node: Node) -> tuple[Any, ...]:
 
 
 def _width(node: Node) -> int:
-    return cast(int, node.meta["val"].shape[-1])
+    """Its numbers in a row; one for a tensor without dimensions."""
+    return cast(int, [1, *_shape(node)][-1])
 
 
 def _has_shape(node: Node, shape: tuple[Any, ...]) -> bool:
