@@ -43,6 +43,7 @@ from .partitioner import (
     PlanningPartition,
     Shared,
     in_parts,
+    may_round,
     partition_without_hooks,
     partitioned_by,
     partitioned_without_hooks,
@@ -280,7 +281,7 @@ class _Versions:
             live=self.live,
             at_run_time=self.capture is None and not inductor.copies_are_static(self.patches),
             unpacked=unpacked,
-            as_if=None if beside is None or self.planner.has_budget else form_of(beside),
+            beside=None if self.planner.has_budget else beside,
         )
 
         def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
@@ -308,7 +309,7 @@ class _Versions:
         if compilation is not None:
             in_key["cudagraphs"] = compilation.key(gm)
         if beside is not None:
-            in_key["check"] = "without hooks", *form_of(beside)
+            in_key["check"] = "without hooks", *form_of(beside), may_round(beside)
         elif unpacked != NOTHING:
             in_key["check"] = unpacked
         return in_key

@@ -43,7 +43,7 @@ from .passes.permutations import gather_gradients
 from .passes.plan import NOTHING, Plan, Unpacked, repeats_across_regions, with_reasons
 from .passes.regions import RegionRow
 from .passes.results import save_results
-from .passes.rewrite import Form, RewriteOptions, rewrite
+from .passes.rewrite import RewriteOptions, form_of, rewrite
 from .passes.row_scales import scale_gradients
 from .passes.tile import Tiled, tiled
 from .passes.units import Tracer, tracer
@@ -103,7 +103,7 @@ class PlanningPartition:
         live: plans have the bytes alive along both graphs, before and after the rewrite.
         at_run_time: the host runs each kernel, so `offload` decides then what it sends; a budget has decided already.
         unpacked: saved tensors that stay as they are; a budget rounds none of them.
-        as_if: save what a graph with hooks of this form saves, to compare with it.
+        beside: save what a graph with hooks of these settings saves, to compare with it.
         shared: with plans of other budgets for the same graph; None: with none.
     """
 
@@ -117,7 +117,7 @@ class PlanningPartition:
     live: bool
     at_run_time: bool = False
     unpacked: Unpacked = NOTHING
-    as_if: Form | None = None
+    beside: SettingsOfGraph | None = None
     shared: Shared | None = None
 
     def __call__(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> _Pair:
@@ -126,12 +126,12 @@ class PlanningPartition:
         apart = bool(self.hooks.regions) and repeats_across_regions(joint.graph)
         nested = joint_inputs == []  # a nested compiled region
         notes: list[RegionRow] = []
-        rules = [setting.rule for setting in self.hooks.settings if setting.rule is not KEEP]
+        rules = [setting.rule for setting in (self.beside or self.hooks).settings if setting.rule is not KEEP]
         if rules:  # else all is as torch has it
-            rounds = any(map(_may_round, rules))
-            gather_gradients(joint, sums=rounds)
-            if rounds:
-                free = is_budget(self.hooks.setting) or self.options.recompute_pointwise
+            rounding = may_round(self.beside or self.hooks)
+            gather_gradients(joint, sums=rounding)
+            if rounding:
+                free = is_budget((self.beside or self.hooks).setting) or self.options.recompute_pointwise
                 scale_gradients(joint, saves_input=not free)
         if not nested:
             joint = in_parts(self.options, joint, notes)
@@ -228,7 +228,7 @@ class _Partitioning:
         ms = 0.0
         if is_first and (self.asked.live or self.has_budget):
             live = live_bytes(fw, bw, fused=self.fused, **self.outputs)
-        if is_first and self.asked.as_if is None:
+        if is_first and self.asked.beside is None:
             ms = predicted_ms(fw, bw, self.fused, launched=self.asked.at_run_time)
         casts = self._recast(fw, bw)
         self.shared.stocks.setdefault(gm, _Stock(live, ms, casts, donating))
@@ -258,7 +258,7 @@ class _Partitioning:
             packs_early=packs_early,
             at_run_time=asked.at_run_time,
             unpacked=asked.unpacked if trace is None else NOTHING,  # a budget has heeded it
-            as_if=asked.as_if,
+            as_if=None if asked.beside is None else form_of(asked.beside),
         )
         settings = SettingsOfGraph(setting, self.hooks.regions)
         parameters = () if self.nested else parameters_of(fw, self.static, asked.parameters)
@@ -282,7 +282,7 @@ class _Partitioning:
         plan = with_casts(self.rewritten(fw, bw, self.hooks.setting), self.shared.stocks[self.joint].casts)
         if self.fused and self.asked.options.recompute_pointwise and self.hooks.settings:
             split_and_hold(fw, bw, **self.outputs)
-        if self.asked.live or self.asked.as_if is None:
+        if self.asked.live or self.asked.beside is None:
             plan = self._compared(fw, bw, plan)
         return self._finished(fw, bw, dataclasses.replace(plan, **_rows(self.notes)))
 
@@ -347,6 +347,11 @@ class _Partitioning:
     def ms_of_nodes(self, gm: GraphModule) -> float:
         """The time of the nodes of `gm`, one form of the joint graph. It tells what chunks and tiles cost."""
         return sum(node_ms(gm, measured_rates, self.fused, fuse_loops=True).values())
+
+
+def may_round(settings: SettingsOfGraph) -> bool:
+    """Whether a hook of `settings` says that it may round a saved tensor."""
+    return any(_may_round(setting.rule) for setting in settings.settings)
 
 
 def _may_round(rule: Any) -> bool:

@@ -8,7 +8,8 @@
 
 `s` has one number a row, as the scores of a mixture of experts. There `y` is the widest tensor that is saved, and `h`,
 which the gradient of `w` reads, is narrower. No product is added. Numbers are rounded elsewhere: other last digits.
-Where `h` is wider than `y`, `dw` stays as it is.
+Where `h` is no narrower than `y`, or `w` has no gradient, less would not be saved. Not in float16, where `g` may be too
+large or too small before `s` scales it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _Scaled(NamedTuple):
     scale: Node  # s
     forward: _Product  # h @ w
     of_input: Node  # dh
-    of_weight: Node | None  # dw; None if it is not computed, or not by what is known here
+    of_weight: Node  # dw
 
 
 def scale_gradients(joint: GraphModule, *, saves_input: bool) -> None:
@@ -58,15 +59,19 @@ def scale_gradients(joint: GraphModule, *, saves_input: bool) -> None:
     `saves_input`: h is saved, since the gradient of `w` has read it. Else torch may compute it again from values that
     hooks round, such as the results of a gate and an up projection, and h has the errors of both.
     """
-    position = {node: i for i, node in enumerate(joint.graph.nodes)}
-    sums = joint.graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
-    found = [scaled for total in sums if (scaled := _scaled(total, position)) is not None]
-    for scaled in found:
+    changed = False
+    position: dict[Node, int] = {}
+    for total in joint.graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
+        position = position or {node: i for i, node in enumerate(joint.graph.nodes)}
+        scaled = _scaled(total, position)
+        if scaled is None:
+            continue
         h = scaled.forward.left[0]
         if saves_input and h.op != "placeholder" and h.meta.get("recompute") is None:
             h.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         _replace(joint.graph, scaled)
-    if found:
+        position, changed = {}, True  # what one replaces another may read: two products in a row
+    if changed:
         joint.graph.eliminate_dead_code()
         joint.recompile()
 
@@ -89,9 +94,7 @@ def _scaled(total: Node, position: dict[Node, int]) -> _Scaled | None:
             if not is_scaled or not _has_shape(parts[0], (*_shape(gradient)[:-1], 1)):
                 continue
             of_input, of_weight = _gradients(scaled, forward)
-            if of_input is None or position[scaled] > position[total]:
-                continue
-            if of_weight is not None or _width(forward.left[0]) <= _width(y):
+            if of_input is not None and of_weight is not None and position[scaled] < position[total]:
                 return _Scaled(total, gradient, parts[0], forward, of_input, of_weight)
     return None
 
@@ -121,6 +124,8 @@ def _replace(graph: Graph, scaled: _Scaled) -> None:
     h, rows = forward.left[0], _shape(forward.left[0])[:-1]
     with graph.inserting_before(total), described_as(total):
         g = _formed(graph, gradient, [*rows, _width(gradient)], h.meta["val"].dtype)
+        if forward.more and not g.meta["val"].is_contiguous():  # a grouped product refuses other strides
+            g = call(graph, _aten.clone.default, g, memory_format=torch.contiguous_format)
         s = _formed(graph, scale, [*rows, 1])
         weight = _turned(graph, forward.right[0], not forward.right[1])
         u = call(graph, of_input.target, g, weight, *forward.more)
@@ -131,10 +136,9 @@ def _replace(graph: Graph, scaled: _Scaled) -> None:
             sums = _zero_outside(graph, sums, forward.more[0])
         made = {total: _formed(graph, sums, list(_shape(total)))}
         made[of_input] = _formed(graph, call(graph, _aten.mul.Tensor, u, s), None, of_input.meta["val"].dtype)
-        if of_weight is not None and _width(h) <= _width(gradient):
-            weighed = _formed(graph, call(graph, _aten.mul.Tensor, h, s), None, h.meta["val"].dtype)
-            left, right = (weighed, g) if _untransposed(cast(Any, of_weight.args[0]))[0] is h else (g, weighed)
-            made[of_weight] = call(graph, of_weight.target, _turned(graph, left, True), right, *forward.more)
+        weighed = _formed(graph, call(graph, _aten.mul.Tensor, h, s), None, h.meta["val"].dtype)
+        left, right = (weighed, g) if _untransposed(cast(Any, of_weight.args[0]))[0] is h else (g, weighed)
+        made[of_weight] = call(graph, of_weight.target, _turned(graph, left, True), right, *forward.more)
     for old, new in made.items():
         old.replace_all_uses_with(new)
         graph.erase_node(old)
@@ -158,8 +162,10 @@ def _zero_outside(graph: Graph, sums: Node, ends: Any) -> Node:
 
 
 def _has_rows(forward: _Product, y: Node, gradient: Node) -> bool:
-    """Whether `y` and its gradient have a row for each of the left operand, in the same form or with known sizes."""
+    """Whether `y` and its gradient have a wider row for each of `h`, in the same form or with known sizes."""
     h, turned = forward.left
+    if _width(h) >= _width(y) or torch.float16 in (n.meta["val"].dtype for n in (h, y, gradient)):
+        return False
     rows = _shape(h)[:-1]
     if turned or not _has_shape(y, (*rows, _width(y))) or any(not isinstance(n, Node) for n in forward.more):
         return False
