@@ -54,7 +54,9 @@ def saved_by_norm(
 
 def is_as_saved(found: Statistics, wanted: Statistics, precision: float) -> torch.Tensor:
     """Which groups have the statistics that a norm saved, but for roundings: numbers that no hook has rounded."""
-    tolerance = max(NOISE, _ROUNDINGS * precision)
-    is_mean = (found.mean - wanted.mean).abs() <= (found.mean.abs() + found.variance.sqrt()) * tolerance
+    off = (found.mean - wanted.mean).abs()
+    is_mean = off <= (found.mean.abs() + found.variance.sqrt()) * max(NOISE, _ROUNDINGS * precision)
     is_spread = found.variance > (found.mean * NOISE).square()
-    return is_mean & ((found.variance == wanted.variance) | ~is_spread)
+    # equal numbers are rounded together: one rounding of the saved mean, no more
+    is_same = off <= found.mean.abs() * max(NOISE, precision)
+    return torch.where(is_spread, is_mean & (found.variance == wanted.variance), is_same)

@@ -129,6 +129,19 @@ def test_whole_graphs_are_one_part_whatever_their_size():
     assert not part.captured
 
 
+def test_a_write_stays_behind_what_reads_the_old_value_in_another_part():
+    def fn(x, y):
+        d = y.exp()
+        total = aten.add.Tensor(x, d)
+        aten.add_.Tensor(x, y)
+        return total, d.sin()
+
+    gm = make_fx(fn)(torch.randn(3), torch.randn(3))
+    _, run = run_parts(gm, lambda node: EAGER if node.target is aten.add.Tensor else CAPTURE)
+    x, y = torch.randn(3), torch.randn(3)
+    assert all(map(torch.equal, run([x.clone(), y]), fn(x, y)))
+
+
 def test_small_parts_are_not_captured():
     def fn(x):
         a = x.sin()
