@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..graphs.lifetimes import fuses
-from ..graphs.nodes import MADE_EARLY, is_tensor, is_view, target_name
+from ..graphs.nodes import MADE_EARLY, has_tag, is_tensor, is_view, target_name
 from ..graphs.read_tables import CONVERSIONS
 from ..graphs.rows import Rows, TokenRead, TokenSlice, TokenStep, shape_of
 from ..torch_private import aot
@@ -544,7 +544,8 @@ def _with_early_sums(order: Sequence[Node]) -> list[Node]:
     """
     early = {node for node in order if node.meta.pop(_SUM, False)}
     for node in reversed(order):
-        moves = node.target is add_product or is_view(node) or (node.op == "call_function" and fuses(node))
+        moves = node.target is add_product or is_view(node) or fuses(node)
+        moves = moves and not has_tag(node, torch.Tag.nondeterministic_seeded)  # draws stay in their order
         if moves and node.users and early.issuperset(node.users):
             early.add(node)
     position: dict[Node, tuple[int, int]] = {}  # of the input that it stands behind, and its own among those there

@@ -14,9 +14,21 @@ import torch.nn.functional as F
 from torch import nn
 
 import aot_hooks
-from aot_hooks.passes import chunk_sums
+from aot_hooks.passes import chunk_loop, chunk_sums
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
+
+
+@pytest.mark.parametrize(("factor", "moves"), [("sin", True), ("rrelu", False)])
+def test_factors_of_a_last_term_stand_beside_it_but_draws_keep_their_order(factor: str, moves: bool) -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    other = graph.call_function(torch.ops.aten.neg.default, (x,))
+    made = graph.call_function(getattr(torch.ops.aten, factor).default, (x,))
+    total = graph.call_function(torch.ops.aten.add.Tensor, (made, made))
+    total.meta[chunk_loop._SUM] = True
+    expected = [x, made, total, other] if moves else [x, other, made, total]
+    assert chunk_loop._with_early_sums([x, other, made, total]) == expected
 
 
 def factors(dtype: torch.dtype, count: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
