@@ -126,12 +126,12 @@ class PlanningPartition:
         apart = bool(self.hooks.regions) and repeats_across_regions(joint.graph)
         nested = joint_inputs == []  # a nested compiled region
         notes: list[RegionRow] = []
-        rules = [setting.rule for setting in (self.beside or self.hooks).settings if setting.rule is not KEEP]
-        if rules:  # else all is as torch has it
-            rounding = may_round(self.beside or self.hooks)
+        hooks = self.beside or self.hooks
+        if any(setting.rule is not KEEP for setting in hooks.settings):  # else all is as torch has it
+            rounding = may_round(hooks)
             gather_gradients(joint, sums=rounding)
             if rounding:
-                free = is_budget((self.beside or self.hooks).setting) or self.options.recompute_pointwise
+                free = is_budget(hooks.setting) or self.options.recompute_pointwise
                 scale_gradients(joint, saves_input=not free)
         if not nested:
             joint = in_parts(self.options, joint, notes)

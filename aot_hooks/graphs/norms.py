@@ -28,7 +28,7 @@ class Statistics(NamedTuple):
 
 
 def rescaled(y: torch.Tensor, found: Statistics, wanted: Statistics) -> torch.Tensor:
-    """`y`, whose groups have the statistics `found`, shifted and scaled so that they have those that are `wanted`."""
+    """Shift and scale the groups of `y`. Their statistics were `found`; those of the result are `wanted`."""
     ratio = (wanted.variance / found.variance).sqrt()
     ratio = torch.where(ratio < math.inf, ratio, 1.0)  # a variance that overflows says nothing of the spread
     # numbers that came back equal differ from their mean by its rounding

@@ -139,7 +139,10 @@ def rewrite(
 
 
 def _bear_rounding(bw: GraphModule, cross: Boundary, decompositions: Mapping[Any, Any] | None) -> None:
-    """Have `bw` read what is saved as with hooks, for a check that rounds it; what is not rounded keeps its bits."""
+    """Restore inputs of norms and results of softmax in `bw`, in place, as a graph with hooks does.
+
+    A check rounds saved tensors of this graph when it runs. Those that it does not round keep their bits.
+    """
     norms = all_norms(bw, cross)
     sum_to_one_if_rounded(bw, cross.tensors, decompositions)
     restore_norm_inputs(bw, norms, decompositions=decompositions, keeps_exact=True)

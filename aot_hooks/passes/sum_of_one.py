@@ -47,7 +47,10 @@ def with_sum_of_one(
 def sum_to_one_if_rounded(
     bw: GraphModule, values: Iterable[SavedValue], decompositions: Mapping[Any, Any] | None
 ) -> None:
-    """Have `bw` read all of `values` so, if a hook has rounded them by then; exact ones keep their bits. In place."""
+    """Divide results of softmax among `values` by their sums, in place, where they were rounded before `bw` runs.
+
+    Exact ones keep their bits.
+    """
     for value in values:
         slot = value.bw_node
         readers = [user for user in slot.users if user.op != "output"]

@@ -45,11 +45,13 @@ def split_and_hold(fw: GraphModule, bw: GraphModule, **of_outputs: Any) -> None:
     """Split the kernels of the backward where it is predicted to hold most, and fix which others may be fused.
 
     In place, on CUDA only. It is for a backward that computes values again. Inductor may fuse such a value with
-    gradients that come later and read the same tensors; then it is alive beside all of them. Where the forward holds
-    most of the step, its kernels are fixed too: the gate's codes and the product with the other factor could be one
-    kernel, which writes over none of its inputs. A budget does more: it
-    also calls `write_when_made`, which makes its prediction exact, but can take more bytes. `of_outputs` are the
-    arguments of `live_bytes`.
+    gradients that come later and read the same tensors; then it is alive beside all of them.
+
+    Where the forward has the peak of the step, its kernels are fixed too. Inductor could compute the codes of an MLP's
+    gate and the product of both projections in one kernel, which writes over none of its inputs.
+
+    A budget also calls `write_when_made`, which makes its prediction exact, but can take more bytes. `of_outputs` are
+    the arguments of `live_bytes`.
     """
     if not on_cuda(bw.graph.nodes):
         return
