@@ -43,7 +43,8 @@ integrations: trainers zoo  ## the trainers and the zoo
 
 trainers: $(VENV)-integrations/.ready  ## tests with the real transformers, TRL, Accelerate, Lightning and torchao
 	$(VENV)-integrations/bin/python -m pytest -n $(WORKERS) --dist load tests/integrations \
-		--ignore tests/integrations/test_torchtitan.py --ignore tests/integrations/test_zoo.py $(ARGS)
+		--ignore tests/integrations/test_torchtitan.py --ignore tests/integrations/test_zoo.py \
+		--ignore tests/integrations/test_printed_recipes.py $(ARGS)
 
 # Its time limit is its own. A model takes 5 to 90 seconds of processor time with aten.
 zoo: $(VENV)-zoo/.ready  ## gradients of 47 models of transformers, diffusers, timm, peft and torch-geometric

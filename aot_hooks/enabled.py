@@ -211,7 +211,8 @@ class Enabled:
         if not self.is_called:
             return (
                 "No compiled function was called: compile the model (torch.compile, or the trainer's own switch, "
-                "without another backend) and call it inside, in this process"
+                "without another backend) and call it inside; a process that is started inside needs an enable of "
+                "its own"
             )
         left = dynamo.left_to_python()
         new = [text for text, count in left.items() if count != self._left_before.get(text)]

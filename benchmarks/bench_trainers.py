@@ -5,11 +5,14 @@
         v
     Trainer    stock            TrainingArguments(torch_compile=True)
                checkpointing    the same with gradient_checkpointing
+               checkpointing_offloaded    the same with the blocks' inputs in host memory, as transformers 5 does it
+               liger, liger_checkpointing    stock and checkpointing with use_liger_kernel: its loss is in chunks
                float8, offload_float8, budget        stock and AotHooksCallback
                offload_float8_again    offload_float8 with options={"recompute_pointwise": True}
                offload_float8_timed    the same, planned by the times of the first steps (across_graphs=True)
                offload_float8_all      the same with max_stall_ms=inf: all is sent that can be
-    SFTTrainer sft, sft_checkpointing, sft_offloading (TRL's activation_offloading), sft_offload_float8,
+    SFTTrainer sft, sft_checkpointing (TRL 1.16 has its "chunked_nll" in any loss "nll"),
+               sft_offloading (TRL's activation_offloading), sft_offload_float8,
                sft_offload_float8_again, sft_offload_float8_timed
     torchao    float8_training  stock with torchao's rowwise linear layers; float8_training_packed: with ours as well
 
@@ -59,6 +62,9 @@ from aot_hooks.integrations.transformers import AotHooksCallback
 ROWS = (
     "stock",
     "checkpointing",
+    "checkpointing_offloaded",
+    "liger",
+    "liger_checkpointing",
     "offload_float8_again",
     "offload_float8_timed",
     "offload_float8_all",
@@ -75,9 +81,11 @@ ROWS = (
     "float8",
     "float8_again",
 )
-ON_CUDA = ("budget", "sft_offloading")  # under a measured peak; TRL's own offloading
+# under a measured peak; with pinned memory; kernels of Triton
+ON_CUDA = ("budget", "sft_offloading", "checkpointing_offloaded", "liger", "liger_checkpointing")
 AGAIN = ("_again", "_timed", "_all")  # ends of the names of rows with options["recompute_pointwise"]
-NEEDS = {"sft": ("trl", "datasets"), "float8_training": ("torchao",)}  # by the beginning of a row's name
+# by the beginning of a row's name
+NEEDS = {"sft": ("trl", "datasets"), "float8_training": ("torchao",), "liger": ("liger_kernel",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,12 +209,14 @@ def make_trainer(name: str, setting: Setting, data: Text, out: str) -> Any:
         "bf16": False,
         "dataloader_pin_memory": False,
         "optim": "adamw_torch_fused" if torch.cuda.is_available() else "adamw_torch",
-        "gradient_checkpointing": name.endswith("checkpointing"),
+        "gradient_checkpointing": "checkpointing" in name,
+        "use_liger_kernel": name.startswith("liger"),
     }
     if setting.inner == "aten" and make_policy(name, 1) is None:
         arguments["torch_compile_backend"] = "aot_eager"
-    if name.endswith("checkpointing"):
-        arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if "checkpointing" in name:
+        offloaded = {"offload": True} if name.endswith("_offloaded") else {}
+        arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False, **offloaded}
     model = make_model(setting, float8=name.startswith("float8_training"))
     if not name.startswith("sft"):
         return transformers.Trainer(model, transformers.TrainingArguments(**arguments), train_dataset=data)

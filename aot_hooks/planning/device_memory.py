@@ -92,7 +92,15 @@ def _without_state(
 
 
 def _optimizers() -> Iterator[torch.optim.Optimizer]:
-    return (each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer))
+    """The live optimizers, without those around others, as Accelerate and Lightning make them."""
+    found = (each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer))
+    return (each for each in found if not _is_around_another(each))
+
+
+def _is_around_another(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the state of `optimizer` is that of another which it holds, and which is counted by itself."""
+    held = (x for x in vars(optimizer).values() if isinstance(x, torch.optim.Optimizer) and x is not optimizer)
+    return any(x.state is optimizer.state for x in held)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> int:

@@ -1,7 +1,13 @@
-"""Mistakes of new users: each is one clear sentence, within the first lines that a terminal shows."""
+"""Mistakes of new users: each is one clear sentence, within the first lines that a terminal shows.
+
+As a script, `python test_mistakes.py no_unit` makes one of them.
+"""
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
+import os
 import subprocess
 import sys
 import threading
@@ -130,6 +136,28 @@ def a_second_thread() -> None:
     raise raised[0]
 
 
+def a_second_process() -> None:
+    with enable(float8(), options=ATEN):
+        process = multiprocessing.get_context("spawn").Process(target=train, args=(Blocks(),))
+        process.start()
+        process.join()
+
+
+def a_hook_on_a_cpu() -> None:
+    logging.basicConfig(level=logging.INFO)
+    with enable(float8(), options=ATEN):
+        train(torch.compile(Blocks()))
+
+
+def evaluation_first() -> None:
+    logging.basicConfig(level=logging.INFO)
+    compiled = torch.compile(Blocks())
+    with enable(float8(), options=ATEN):
+        with torch.no_grad():
+            compiled.eval()(torch.randn(8, 32))
+        train(compiled.train())
+
+
 MISTAKES = {
     no_unit: "80 is less than 1 MiB; did you mean '80GiB'?",
     a_share: "a share of a device is not taken. Write 'fit'",
@@ -147,6 +175,24 @@ MISTAKES = {
     fit_on_a_cpu: "asks a CUDA device for its free memory, and the saved tensors are on none; give the peak in bytes",
     lengths_that_vary: "mark the sizes that change as dynamic",
     a_second_thread: "thread 'MainThread' has enable(float8()) enabled: disable that first",
+}
+# What new users did most: each as a script of its own. Two callbacks: tests/integrations/test_mistakes_in_trainers.py.
+IN_A_SCRIPT = {
+    mistake: MISTAKES[mistake]
+    for mistake in (
+        no_unit,
+        a_total_below_the_weights,
+        a_budget_below_what_is_possible_in_the_explicit_form,
+        checkpoints_inside,
+        not_compiled,
+        two_at_once,
+        another_backend,
+        lengths_that_vary,
+    )
+} | {
+    a_second_process: "a process that is started inside needs an enable of its own",
+    a_hook_on_a_cpu: "on a CPU, whose memory is seldom what limits training",
+    evaluation_first: "first step: 1 graph, ",  # it is no mistake
 }
 
 
@@ -179,6 +225,19 @@ def test_a_mistake_has_its_sentence_where_one_sees_it(mistake: Callable[[], None
         aot_hooks.disable()
     assert any(MISTAKES[mistake] in line for line in lines[:FIRST_LINES]), "\n".join(lines)
     assert len(lines) <= MOST_LINES, "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", IN_A_SCRIPT, ids=lambda mistake: mistake.__name__)
+def test_a_script_with_a_mistake_prints_its_sentence_in_the_first_lines(mistake: Callable[[], None]) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, __file__, mistake.__name__]
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    lines = done.stdout.splitlines()
+    mine = 3 * ("in <module>" in done.stdout)  # lines of a traceback's first frame, in this file, which no script has
+    assert any(IN_A_SCRIPT[mistake] in line for line in lines[: FIRST_LINES + mine]), done.stdout
 
 
 @pytest.mark.parametrize("nested", [1, 5])
@@ -272,3 +331,7 @@ def test_an_error_keeps_its_own_frames_for_those_who_look() -> None:
         a_total_below_the_weights()
     inner = aot_hooks.errors.unwrapped(caught.value)
     assert inner is not None and any(f.name == "fitted" for f in traceback.extract_tb(inner.__traceback__))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,15 @@ def test_rows_of_each_trainer(bench: ModuleType, tmp_path: Path, capsys: pytest.
     for row in (float8, packed):
         assert row["metrics"]["aot_hooks/packed_mib"] < 0.6 * row["metrics"]["aot_hooks/saved_mib"]
     assert "tokens/s" in capsys.readouterr().out
+
+
+def test_peers_are_switched_on(bench: ModuleType, tmp_path: Path) -> None:
+    """They run on CUDA alone."""
+    data = bench.Text(bench.SMALL, 1)
+    checkpoints = bench.make_trainer("checkpointing_offloaded", bench.SMALL, data, str(tmp_path)).args
+    assert checkpoints.gradient_checkpointing and checkpoints.gradient_checkpointing_kwargs["offload"] is True
+    if importlib.util.find_spec("liger_kernel") is not None:
+        assert bench.make_trainer("liger", bench.SMALL, data, str(tmp_path)).args.use_liger_kernel
 
 
 def test_a_row_that_cannot_be_measured_fails(

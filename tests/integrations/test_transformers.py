@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from accelerate.state import GradientState  # noqa: E402
+from raising import raises  # noqa: E402
 from trained import ATEN, TEXT, arguments_of, gpt2, llama, losses_of  # noqa: E402
 
 import aot_hooks  # noqa: E402
@@ -242,6 +243,12 @@ def test_of_two_callbacks_the_error_names_the_one_that_counts(tmp_path: Path) ->
     trainer.add_callback(AotHooksCallback(lossless(), options=ATEN))  # which no callback can refuse
     with pytest.raises(errors.OptionError, match=r"enable\(float8.*innermost counts, and enable\(lossless"):
         trainer.train()
+
+
+@pytest.mark.filterwarnings("error::aot_hooks.errors.BudgetWarning")
+def test_a_total_counts_the_state_of_the_optimizer_of_accelerate(tmp_path: Path) -> None:
+    with raises(errors.BudgetError, "state of AdamW"):
+        trainer_of(tmp_path, policy=budget(total="100KiB")).train()
 
 
 def test_a_training_that_raises_leaves_nothing_once_it_trains_again_or_is_dropped(tmp_path: Path) -> None:

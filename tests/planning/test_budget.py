@@ -471,6 +471,31 @@ def test_the_state_of_an_optimizer_is_known_before_its_first_step(name):
     assert states() == others and calls == [1]
 
 
+@pytest.mark.filterwarnings("error::aot_hooks.errors.BudgetWarning")
+@pytest.mark.parametrize("youngest_first", [False, True])
+def test_an_optimizer_around_another_counts_nothing(youngest_first, monkeypatch):
+    class Around(torch.optim.Optimizer):
+        """As Accelerate's."""
+
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        state = property(lambda self: self.optimizer.state)
+        param_groups = property(lambda self: self.optimizer.param_groups)
+
+    net = torch.nn.Linear(30, 40)
+    made = [torch.optim.AdamW(net.parameters())]
+    made.append(Around(made[0]))
+    monkeypatch.setattr(gc, "get_objects", lambda: made[::-1] if youngest_first else made)
+    weights = sum(p.nbytes for p in net.parameters())
+    before = outside_of_step(torch.device("cpu"), [])
+    assert before.state == (("AdamW", 2 * weights),) and before.allocated == 0
+    net(torch.randn(5, 30)).sum().backward()
+    made[0].step()
+    after = outside_of_step(torch.device("cpu"), [])
+    assert after.state == () and after.allocated == 2 * weights
+
+
 def test_an_optimizer_whose_state_is_not_known_is_said():
     class Own(torch.optim.SGD):
         pass
