@@ -151,7 +151,7 @@ class StepRecording:
         self.replays += 1
         self.gradients.assign()
         results = [
-            x.clone() if isinstance(x, torch.Tensor) else x.value() if isinstance(x, Traced) else x
+            torch_distributed.clone_of(x) if isinstance(x, torch.Tensor) else x.value() if isinstance(x, Traced) else x
             for x in self.results
         ]
         for container, key, *_ in (*self.outputs.assign(), *self.numbers.assign()):
@@ -348,7 +348,7 @@ class _Attempt:
         is free."""
         pool, others = self.pool, self.blocks_of_others
         self.gradients.classify(self.device, self.cursor.driver)
-        made = [x for x in self.results if isinstance(x, torch.Tensor)]
+        made = [torch_distributed.local_part(x) for x in self.results if isinstance(x, torch.Tensor)]
         for x in made:
             if type(x) is not torch.Tensor or x.layout is not torch.strided or x.device != self.device:
                 raise CannotCapture(f"returns a {type(x).__name__} of layout {x.layout} on {x.device}")

@@ -124,6 +124,11 @@ def with_local_part(x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return spread
 
 
+def clone_of(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x`. That of a `DTensor` is spread alike, and calls no code of its own."""
+    return with_local_part(x, local_part(x).clone())
+
+
 def _sharded_states(objects: Collection[Any]) -> list[Any]:
     """The states that FSDP2 keeps for modules among `objects`."""
     return [x._get_fsdp_state() for x in objects if hasattr(type(x), "_get_fsdp_state")]
