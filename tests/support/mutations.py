@@ -147,7 +147,7 @@ MUTATIONS = (
     ),
     deleted(
         "versions of dicts",
-        "[*map(torch_cuda.dict_version, self._full_dicts)] == self._dict_versions\n            and ",
+        "self._are_full_dicts_as_before()\n            and ",
     ),
     deleted("dicts that were empty", "            and not any(self._empty_dicts)\n"),
     deleted("lengths of lists", "            and [*map(len, self._lists)] == self._lengths\n"),
