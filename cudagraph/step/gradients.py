@@ -120,11 +120,16 @@ class Gradients:
         """Whether the gradients that the graph uses are there, and no others."""
         if not all(map(is_, _at(self._absent), repeat(None))):
             return False
+        if not self._used:
+            return True
         used = _at(self._used)
-        if any(map(is_, used, repeat(None))) or [*map(spread_of, used)] != self._spreads:
+        if any(map(is_, used, repeat(None))):
             return False
-        parts = [*map(local_part, used)]
-        return self._guard(*parts) and torch_cuda.pointers_equal(parts, self._addresses, self._indices)
+        if any(self._spreads):
+            if [*map(spread_of, used)] != self._spreads:
+                return False
+            used = [*map(local_part, used)]
+        return self._guard(*used) and torch_cuda.pointers_equal(used, self._addresses, self._indices)
 
     def drop(self, driver: CaptureDriver) -> None:
         """Before a replay: drop the gradients that it drops. Others that it would write over move out."""
