@@ -165,6 +165,8 @@ class HostState:
             return "nothing"
         if isinstance(leaf, tuple):
             return str(float.fromhex(leaf[1])) if leaf[0] is float else repr(leaf[1])
+        by_alias = {f"what {path} is": key for key, (_, path) in self._seen.items()} if isinstance(leaf, str) else {}
+        leaf = by_alias.get(leaf, leaf)
         if isinstance(leaf, int):  # the identity of an object
             value = self._seen[leaf][0]
             return f"a function {value.co_name}" if isinstance(value, types.CodeType) else f"a {type(value).__name__}"

@@ -96,6 +96,7 @@ class WholeStep(Recordings):
 
     def _begin(self) -> None:
         super()._begin()
+        self.sharded_modules: list[Any] = []  # by FSDP2, as of the last snapshot
         self.refused = ""  # why it runs without a graph from now on; "" as long as it may have one
         self.all_refused = False  # whether all ranks know of it, so that they need no agreement any more
         self.update_refused = ""  # why the update of the parameters runs outside of the graph; "" if it is inside
@@ -158,6 +159,8 @@ class WholeStep(Recordings):
     def _prepared_way(self, call: StepCall) -> Way:
         """The way that all ranks go, with reducers that are ready for it. They are made anew before the same call on
         all ranks or on none: that changes what a reducer sends."""
+        if not self.refused:
+            torch_distributed.gather_no_more(self.sharded_modules)
         renews, way = bool(self.old_reducers_of), self._way(call)
         if renews and (reason := reason_against_new_reducers(self.old_reducers_of)) is not None:
             way = Way(How.REFUSE, reason)
@@ -232,6 +235,7 @@ class WholeStep(Recordings):
                 return Way(How.REFUSE, reason)
             self.cursor = Cursor(self.driver, next(iter(devices)))
         self.cursor.follow_stream()
+        self.sharded_modules = torch_distributed.sharded_modules(host.objects())
         self.old_reducers_of = [
             x for x in torch_distributed.replicas_in(host.objects()) if x not in on_streams_of_captures
         ]

@@ -134,9 +134,14 @@ def clone_of(x: torch.Tensor) -> torch.Tensor:
     return with_local_part(x, local_part(x).clone())
 
 
+def sharded_modules(objects: Collection[Any]) -> list[Any]:
+    """Those of `objects` that `fully_shard` was called with."""
+    return [x for x in objects if hasattr(type(x), "_get_fsdp_state")]
+
+
 def _sharded_states(objects: Collection[Any]) -> list[Any]:
     """The states that FSDP2 keeps for modules among `objects`."""
-    return [x._get_fsdp_state() for x in objects if hasattr(type(x), "_get_fsdp_state")]
+    return [x._get_fsdp_state() for x in sharded_modules(objects)]
 
 
 def _groups_of(state: Any) -> list[Any]:
@@ -208,6 +213,14 @@ def gather_as_before(groups: Collection[Any]) -> None:
     """End what `allocate_gathered_in` has begun. What is gathered stays where it is until it is freed."""
     for group in groups:
         vars(group).pop("wait_for_unshard", None)
+
+
+def gather_no_more(modules: Collection[Any]) -> None:
+    """Free what FSDP2 has gathered for `modules` and kept, as a forward without a backward leaves its last ones: graphs
+    gather for themselves."""
+    for module in modules:
+        if any(not group.is_sharded for group in _groups_of(module._get_fsdp_state())):
+            module.reshard()
 
 
 def unreduced_gradients(objects: Collection[Any]) -> list[tuple[Any, str]]:

@@ -499,6 +499,37 @@ def fsdp_accumulates(rank):
         assert step.refused == "" and cudagraph.stats()["replays"] >= 14, (step.refused, cudagraph.stats())
 
 
+def evaluated(pair, rank):
+    """Train a step of the first model, and run it without a graph after each third step, beside eager mode."""
+    ours, eager = pair
+    step, expected = cudagraph.whole_step(ours, F.mse_loss, sgd(ours)), eager_step(eager, F.mse_loss, sgd(eager))
+    for i in range(24):
+        x, y = batch(i, rank)
+        assert torch.equal(step(x, y), expected(x, y)), f"loss of step {i}"
+        if i % 3 == 2:
+            with torch.no_grad():
+                assert torch.equal(ours.eval()(x), eager.eval()(x)), f"evaluation after step {i}"
+            ours.train(), eager.train()
+    return step.refused, cudagraph.stats()
+
+
+def ddp_evaluated(rank):
+    """An evaluation changes a flag of DDP."""
+    refused, stats = evaluated(models(), rank)
+    assert refused == "" and (stats["recordings"], stats["replays"]) == (2, 12), stats
+
+
+def fsdp_evaluated(rank):
+    """An evaluation leaves the outermost parameters gathered, and a replay makes them stale."""
+    mesh, ours = init_device_mesh(device_type(), (2,)), model()
+    pair = ours, copy.deepcopy(ours)
+    for each in pair:
+        fully_shard(each.first, mesh=mesh)
+        fully_shard(each, mesh=mesh)
+    refused, stats = evaluated(pair, rank)
+    assert refused == "" and (stats["recordings"], stats["replays"]) == (1, 23), stats
+
+
 def fsdp_results(rank):
     """The norm of all gradients is a DTensor, which the step returns and stores."""
 
@@ -648,8 +679,8 @@ CASES = (
     ddp, ddp_views, ddp_no_sync, ddp_no_sync_outside, ddp_accumulate, ddp_hook, other_shapes, own_collective,
     fails_on_one_rank, refused_on_one_rank, refused_in_the_first_call, group_ends, local_step, talks_each_fourth_call,
     talks_later, uncounted, talks_on_the_host, find_unused, fsdp, fsdp_mixed, fsdp_own_step, fsdp_schedule,
-    fsdp_accumulates, fsdp_results, fsdp_fails, fsdp_saved_and_loaded, fsdp_events, tensor_parallel, timed_again,
-    all_groups_end, gone,
+    fsdp_accumulates, fsdp_results, fsdp_evaluated, ddp_evaluated, fsdp_fails, fsdp_saved_and_loaded, fsdp_events,
+    tensor_parallel, timed_again, all_groups_end, gone,
 )  # fmt: skip
 
 
