@@ -1,6 +1,6 @@
 """The gradients of parameters before and after a step that is a graph, and those that FSDP2 has not reduced yet.
 
-    before a replay: one at the same address (or None) as when the step was recorded; any, if the step drops it unread
+    before a replay: one at the same address (or None) as when the step was recorded; any, if the step does not read it
     after it:        still that one; or None; or a new one over the graph's memory, where the next replay writes
 
 A recording holds no gradient that it uses: a replay of another recording, which a loop that accumulates has made it,
@@ -54,6 +54,7 @@ class Gradients:
         # Places, by what the step does with the gradient there:
         self._absent: list[Place] = []  # finds none
         self._used: list[Place] = []  # uses it, so a replay needs one at the same address
+        self._untouched: list[Place] = []  # leaves it unread
         self._dropped: list[Place] = []  # drops it unread
         self._cleared: list[Place] = []  # leaves None
         self._made: list[tuple[Place, int, Slot | None]] = []  # leaves a new one: its template, its memory
@@ -67,15 +68,17 @@ class Gradients:
         """The gradients from before the capture, and what stands in for them."""
         return [x for x in (*self._before, *self._wires) if x is not None]
 
-    def classify(self, device: torch.device, driver: CaptureDriver) -> None:
+    def classify(self, device: torch.device, driver: CaptureDriver, seen: Collection[int | None] | None) -> None:
         """Sort the places by what the captured step did with the gradients. Raises `CannotCapture` for gradients that a
-        replay can't make."""
+        replay can't make. `seen`: identities of storages that operators had; None if nobody watched."""
         for place, now, old, wire in zip(self._places, _at(self._places), self._before, self._wires, strict=True):
             new = old if now is wire else now
             if old is None:
                 self._absent.append(place)
-            elif new is old or old is wire:
+            elif old is wire and (seen is None or torch_cuda.storage_key(local_part(old)) in seen):
                 self._used.append(place)
+            elif new is old:
+                self._untouched.append(place)
             else:
                 self._dropped.append(place)
             if new is old:
@@ -118,7 +121,7 @@ class Gradients:
 
     def may_replay(self) -> bool:
         """Whether the gradients that the graph uses are there, and no others."""
-        if not all(map(is_, _at(self._absent), repeat(None))):
+        if not all(map(is_, _at(self._absent), repeat(None))) or any(map(is_, _at(self._untouched), repeat(None))):
             return False
         if not self._used:
             return True

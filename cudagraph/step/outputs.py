@@ -114,17 +114,13 @@ class Outputs:
         """The tensors of the graph that replays copy; of a `DTensor` this process's part."""
         return [local_part(x) for flat, _ in self._made.values() for x in flat if id(x) in self._copied]
 
-    def follow(self, entries: Mapping[str, Entry]) -> None:
-        """From now on the entries are these: of a dict in the place of another one, say."""
-        self._entries = {path: entries[path] for path in self._entries}
-
-    def assign(self) -> list[Entry]:
-        """After a replay: store copies. Returns the entries."""
+    def assign(self, entries: Mapping[str, Entry]) -> list[Entry]:
+        """After a replay: store copies in the entries of now. Returns those that the step has."""
         for path, (flat, spec) in self._made.items():
-            container, key = self._entries[path]
+            container, key = entries[path]
             new = [clone_of(x) if id(x) in self._copied else x.value() if isinstance(x, Traced) else x for x in flat]
             container[key] = torch_cuda.unflatten(new, spec)
-        return [self._entries[path] for path in self._made]
+        return [entries[path] for path in self._made]
 
 
 def _read(path: str, how: str) -> ChangesValue:

@@ -84,8 +84,7 @@ class StepRecording:
         self.host = made.host
         self.numbers = made.numbers  # of the host, which the graph reads on the device
         self.outputs = made.outputs  # tensors that the step stores
-        # Flags that the step sets, by path: where they are kept, and what it leaves there.
-        self.flags = {path: (*made.host.flags[path], value) for path, value in made.flags.items()}
+        self.flags = made.flags  # that the step sets, by path, and what it leaves there
         self.inputs, self.gradients = made.inputs, made.gradients
         self.tensors = made.tensors  # those that the graph may read where they are
         self.blocks, self.written, self.update = made.blocks, written, update
@@ -127,8 +126,6 @@ class StepRecording:
                 return False
             self.host = now.copied()
             self.numbers.follow(now.places)
-            self.outputs.follow(now.outputs)
-            self.flags = {path: (*now.flags[path], value) for path, (_, _, value) in self.flags.items()}
         if self.numbers:
             changed, holds = self.numbers.read()
             for place in changed:
@@ -159,9 +156,10 @@ class StepRecording:
             torch_distributed.clone_of(x) if isinstance(x, torch.Tensor) else x.value() if isinstance(x, Traced) else x
             for x in self.results
         ]
-        for container, key, *_ in (*self.outputs.assign(), *self.numbers.assign()):
+        for container, key, *_ in (*self.outputs.assign(self.host.outputs), *self.numbers.assign()):
             self.host.accept(container, key)
-        for container, key, value in self.flags.values():
+        for path, value in self.flags.items():
+            container, key = self.host.flags[path]
             container[key] = value
         if self.update is not None:
             self.update()
@@ -353,7 +351,7 @@ class _Attempt:
         """Find the blocks that the recording needs. Raise if the step keeps others: nobody would know when such a block
         is free."""
         pool, others = self.pool, self.blocks_of_others
-        self.gradients.classify(self.device, self.cursor.driver)
+        self.gradients.classify(self.device, self.cursor.driver, self.watch.seen if self.is_watched else None)
         made = [torch_distributed.local_part(x) for x in self.results if isinstance(x, torch.Tensor)]
         for x in made:
             if type(x) is not torch.Tensor or x.layout is not torch.strided or x.device != self.device:
