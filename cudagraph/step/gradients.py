@@ -28,7 +28,7 @@ from ..tree.capture import CannotCapture
 from ..tree.driver import CaptureDriver
 from ..tree.liveness import Slot, Watch, layout_of, slots_in_use, tensor_on
 
-Place = tuple[Any, str]  # where a gradient is: an object and the name of an attribute, `grad` of a parameter say
+Attribute = tuple[Any, str]  # an object that has a gradient, and where: `grad` of a parameter, say
 
 
 class ReadsGradients(CannotCapture):
@@ -40,7 +40,7 @@ class Gradients:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[Attribute],
         *,
         reads: bool,
         in_buckets: Collection[torch.Tensor] = (),
@@ -52,12 +52,12 @@ class Gradients:
         self._wires = [x if x is None or reads else _wire_for(x) for x in self._before]
         _put(places, self._wires)
         # Places, by what the step does with the gradient there:
-        self._absent: list[Place] = []  # finds none
-        self._used: list[Place] = []  # uses it, so a replay needs one at the same address
-        self._untouched: list[Place] = []  # leaves it unread
-        self._dropped: list[Place] = []  # drops it unread
-        self._cleared: list[Place] = []  # leaves None
-        self._made: list[tuple[Place, int, Slot | None]] = []  # leaves a new one: its template, its memory
+        self._absent: list[Attribute] = []  # finds none
+        self._used: list[Attribute] = []  # uses it, so a replay needs one at the same address
+        self._untouched: list[Attribute] = []  # leaves it unread
+        self._dropped: list[Attribute] = []  # drops it unread
+        self._cleared: list[Attribute] = []  # leaves None
+        self._made: list[tuple[Attribute, int, Slot | None]] = []  # leaves a new one: its template, its memory
         self._templates: list[torch.Tensor] = []  # over the memory of new gradients: replays give out their aliases
         self._spread: dict[int, torch.Tensor] = {}  # by position: a `DTensor` like the gradient, whose part it is
         self.slots: dict[int, Slot] = {}  # the memory of new gradients, by the identity of storages
@@ -163,12 +163,12 @@ class Gradients:
         self._watch.close()
 
 
-def _at(places: Sequence[Place]) -> list[Any]:
+def _at(places: Sequence[Attribute]) -> list[Any]:
     """The gradients at `places`."""
     return [getattr(owner, name) for owner, name in places]
 
 
-def _put(places: Sequence[Place], gradients: Iterable[Any]) -> None:
+def _put(places: Sequence[Attribute], gradients: Iterable[Any]) -> None:
     for (owner, name), x in zip(places, gradients, strict=False):
         setattr(owner, name, x)
 
