@@ -73,9 +73,11 @@ class Gradients:
         replay can't make. `seen`: identities of storages that operators had; None if nobody watched."""
         for place, now, old, wire in zip(self._places, _at(self._places), self._before, self._wires, strict=True):
             new = old if now is wire else now
+            # A kernel that is no operator is seen by nobody, so only what was replaced by another may count as unread.
+            is_replaced = new is not None and new is not old
             if old is None:
                 self._absent.append(place)
-            elif old is wire and (seen is None or torch_cuda.storage_key(local_part(old)) in seen):
+            elif old is wire and (seen is None or not is_replaced or torch_cuda.storage_key(local_part(old)) in seen):
                 self._used.append(place)
             elif new is old:
                 self._untouched.append(place)
