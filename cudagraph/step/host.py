@@ -390,7 +390,7 @@ class HostState:
         self._watch_values(path, code.co_freevars, lambda: [*map(_value_in, cells)], write, depth=depth)
         if is_users(code.co_filename):
             names = globals_in(code)
-            write = functools.partial(_put_into_dict, space, names)
+            write = functools.partial(_put_into_entries, [(space, name) for name in names])
             self._watch_values(path, names, lambda: [space.get(name, MISSING) for name in names], write, depth=depth)
             self._watch_values(path, ("code", "defaults", "keywords"), lambda: [*FUNCTION_PARTS(function)], depth=depth)
         if hasattr(function, "__wrapped__"):
@@ -425,16 +425,12 @@ def _put_into_cells(cells: Sequence[types.CellType], values: Sequence[Any]) -> N
             del cell.cell_contents
 
 
-def _put_into_entries(entries: Sequence[Entry], values: Sequence[Any]) -> None:
+def _put_into_entries(entries: Iterable[Entry], values: Sequence[Any]) -> None:
+    """Give entries of dicts these `values`; `MISSING`: none."""
     for (container, key), value in zip(entries, values, strict=True):
         container[key] = value
-
-
-def _put_into_dict(space: dict[str, Any], names: Sequence[str], values: Sequence[Any]) -> None:
-    for name, value in zip(names, values, strict=True):
-        space[name] = value
         if value is MISSING:
-            del space[name]
+            del container[key]
 
 
 def _same(now: Iterable[Any], saved: Iterable[Any]) -> bool:
