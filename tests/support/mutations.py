@@ -173,6 +173,20 @@ MUTATIONS = (
         ("tests/cudagraph/test_whole_step_functions.py",),
     ),
     Mutation(
+        "a replay of a step does not ask where the gradients are that it uses",
+        "cudagraph/step/gradients.py",
+        "return self._guard(*used) and torch_cuda.pointers_equal(used, self._addresses, self._indices)",
+        "return True",
+        ("tests/cudagraph/test_whole_step_functions.py",),
+    ),
+    Mutation(
+        "a replay does not set the flags that the step sets",
+        "cudagraph/step/recording.py",
+        "            container, key = self.host.flags[path]\n            container[key] = value\n",
+        "            pass\n",
+        ("tests/cudagraph/test_whole_step_functions.py",),
+    ),
+    Mutation(
         "a scheduler that a step calls is not noticed",
         "cudagraph/step/recording.py",
         "refusing_schedules(host.schedulers)",
