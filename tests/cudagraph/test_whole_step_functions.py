@@ -209,7 +209,8 @@ def test_steps_that_leave_each_other_gradients(device, make):
                     assert (a.grad is None) == (b.grad is None) and (a.grad is None or torch.equal(a.grad, b.grad)), i
     assert not any(step.refused for step in steps.values())
     stats = cudagraph.stats()
-    assert stats["recordings"] <= 4 and stats["replays"] >= len(data) * len(functions) - 4, stats
+    if torch_cuda.can_swap() or torch.device(device).type == "cuda":  # else replays give out copies of gradients
+        assert stats["recordings"] <= 4 and stats["replays"] >= len(data) * len(functions) - 4, stats
 
 
 def test_weights_that_are_frozen_in_each_second_call(device):
