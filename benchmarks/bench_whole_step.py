@@ -1,7 +1,8 @@
 """A whole training step as one CUDA graph beside torch's CUDA graph trees: time of a step, and memory.
 
     python benchmarks/bench_whole_step.py --json out.json            needs CUDA; ten minutes, mostly compilation
-    python benchmarks/bench_whole_step.py --only mlp world           a minute
+    python benchmarks/bench_whole_step.py --only mlp                 a minute
+    python benchmarks/bench_whole_step.py --only world --rounds 3    two minutes; each variant adds to the row
     python benchmarks/bench_whole_step.py --only gpt2 --batches 1    two minutes
     python benchmarks/bench_whole_step.py --small                    a CPU: tiny sizes on the tests' simulator
 
@@ -15,8 +16,18 @@ MLPs of bench_cudagraph_host.py, 32 x 128, synchronized after each step, in micr
     replay           the graph of `whole` launched by hand: the floor
     eager            no graphs, nothing compiled
 
-A world model: an actor and a critic trained on 50 latent steps that a recurrent model imagines, with AdamW, in
-microseconds: `eager`, `whole`, and `kernels`, the time of the kernels of a step alone, by the profiler.
+A world model: an actor and a critic trained on 50 latent steps that a recurrent model imagines, with AdamW. Ways to run
+the same step: `eager`; `compiled`, by Inductor, 10 latent steps at a time; and each of them as one graph, `whole` and
+`whole_compiled`. Of each way, in microseconds:
+
+    us               of a call, synchronized; of `replay` too: the graph launched by hand
+    in_a_row_us      of a call in a loop that waits for the device only at its end
+    host_us          until a call returns, on an idle device
+    kernels          how many kernels and copies the step runs uncaptured, and their time together, by the profiler
+    in_graph         the same of a replay
+    nodes            of the graph by kind, and its edges: one less than nodes if they are a chain
+
+`ratio_to_kernels`: `us` over the time of the kernels of the same step uncaptured.
 
 Models: GPT-2 small (12 layers, 768 wide, 1024 tokens) and ViT-B/16 (197 tokens), bfloat16 autocast, fused AdamW, in
 milliseconds: `torch_trees`, and `whole` with the same compiled model. Memory: bytes that the allocator has reserved at
@@ -25,11 +36,15 @@ most, compiled blocks, eager loss and fused AdamW, each variant in a process of 
 
 from __future__ import annotations
 
+import collections
+import ctypes
+import functools
 import json
 import pathlib
 import statistics
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +58,8 @@ import cudagraph
 DEPTHS = (4, 24)
 BATCHES = (1, 8)
 PARTS = ("mlp", "world", "gpt2", "vit", "memory")
-LATENT_STEPS = 50
+LATENT_STEPS, COMPILED_AT_ONCE = 50, 10
+Tensors = list[torch.Tensor]
 
 
 def medians_us(
@@ -138,40 +154,110 @@ class World(nn.Module):
 
         self.cell, self.actor, self.critic, self.reward = nn.GRUCell(actions, width), head(actions), head(1), head(1)
 
-    def forward(self, h: torch.Tensor, steps: int = LATENT_STEPS, discount: float = 0.97) -> torch.Tensor:
+    def imagine(self, h: torch.Tensor, count: int) -> tuple[torch.Tensor, Tensors, Tensors, torch.Tensor]:
+        """The state after `count` latent steps from `h`; their values, their rewards, and their entropy together."""
         values, rewards, entropy = [], [], h.new_zeros(())
-        for _ in range(steps):
+        for _ in range(count):
             chances = self.actor(h).softmax(-1)
             entropy = entropy - (chances * chances.log()).sum(-1).mean()
             h = self.cell(chances + 0.1 * torch.randn_like(chances), h)
             values.append(self.critic(h))
             rewards.append(self.reward(h).tanh())
+        return h, values, rewards, entropy
+
+    def losses(self, values: Tensors, rewards: Tensors, discount: float = 0.97) -> torch.Tensor:
         target, losses = values[-1].detach(), []
         for value, reward in zip(reversed(values[:-1]), reversed(rewards[:-1]), strict=True):
             target = reward + discount * (0.05 * value.detach() + 0.95 * target)
             losses.append((value - target.detach()).square().mean() - 0.1 * target.mean())
-        return torch.stack(losses).sum() - 0.01 * entropy
+        return torch.stack(losses).sum()
+
+    def forward(self, h: torch.Tensor, steps: int, at_once: int) -> torch.Tensor:
+        values, rewards, entropies = [], [], []
+        for begin in range(0, steps, at_once):
+            h, new_values, new_rewards, entropy = self.imagine(h, min(at_once, steps - begin))
+            values += new_values
+            rewards += new_rewards
+            entropies.append(entropy)
+        entropy = functools.reduce(torch.add, entropies)
+        return self.losses(values, rewards) - 0.01 * entropy
 
 
-def kernels_of(call: Callable[[], Any]) -> tuple[int, float]:
-    """How many kernels and copies a call runs on the GPU, and their microseconds together."""
+def work_of(call: Callable[[], Any]) -> dict[str, Any]:
+    """What a call runs on the GPU, by the profiler: how many kernels and copies of each kind, and their microseconds
+    together."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
     found = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return len(found), sum(e.device_time for e in found)
+    kinds = collections.Counter(e.name.split()[0] if e.name.startswith("Mem") else "kernel" for e in found)
+    return {"count": len(found), "us": round(sum(e.device_time for e in found), 1), "kinds": dict(kinds)}
 
 
-def bench_world(device: torch.device, *, width: int, batch: int, steps: int, calls: int, rounds: int) -> dict[str, Any]:
-    cudagraph.reset()
+KINDS_OF_NODES = ("kernel", "memcpy", "memset", "host", "graph", "empty", "wait", "record")  # of the driver, by number
 
-    def step_of() -> Callable[[torch.Tensor], torch.Tensor]:
+
+def nodes_of(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
+    """How many nodes of each kind a graph has, and how many edges. The graph was made with `keep_graph`."""
+    driver, pointer, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+
+    def ask(function: Any, *arguments: Any) -> None:
+        if (code := function(*arguments)) != 0:
+            raise RuntimeError(f"{function.__name__} returned {code}")
+
+    ask(driver.cuGraphGetNodes, pointer, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    ask(driver.cuGraphGetNodes, pointer, nodes, ctypes.byref(count))
+    kinds: collections.Counter[str] = collections.Counter()
+    for node in nodes:
+        kind = ctypes.c_int()
+        ask(driver.cuGraphNodeGetType, ctypes.c_void_p(node), ctypes.byref(kind))
+        kinds[KINDS_OF_NODES[kind.value] if kind.value < len(KINDS_OF_NODES) else f"kind {kind.value}"] += 1
+    ask(driver.cuGraphGetEdges, pointer, None, None, ctypes.byref(count))
+    return {**kinds, "edges": count.value}
+
+
+def host_us(call: Callable[[], Any], device: torch.device, calls: int) -> float:
+    """Microseconds until a call returns, while the device has nothing else to do."""
+    times = []
+    for _ in range(calls):
+        synchronize(device)
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e6)
+    synchronize(device)
+    return round(statistics.median(times), 1)
+
+
+def in_a_row_us(call: Callable[[], Any], device: torch.device, calls: int) -> float:
+    """Microseconds of a call in a loop that waits for the device only at its end."""
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return round((time.perf_counter() - begin) / calls * 1e6, 1)
+
+
+def bench_world(
+    device: torch.device, add: Callable[[dict[str, Any]], None], *, at_once: int, calls: int, rounds: int, width: int,
+    batch: int, steps: int,
+) -> None:  # fmt: skip
+    """`add` gets the row each time when more of it is known. `at_once`: latent steps that are compiled together."""
+    on_gpu = device.type == "cuda"
+    row: dict[str, Any] = {"model": "world", "batch": batch, "steps": steps, "compiled_at_once": at_once}
+    h = torch.randn(batch, width, device=device)
+
+    def step_of(is_compiled: bool) -> Callable[[torch.Tensor], torch.Tensor]:
         torch.manual_seed(0)
         model = World(width).to(device)
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device.type == "cuda")
+        if is_compiled:
+            how: dict[str, Any] = {"dynamic": False} if on_gpu else {"dynamic": False, "backend": "aot_eager"}
+            model.imagine, model.losses = (torch.compile(f, **how) for f in (model.imagine, model.losses))
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=on_gpu)
 
         def step(h: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = model(h, steps)
+            loss: torch.Tensor = model(h, steps, at_once if is_compiled else steps)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 100.0)
             adamw.step()
@@ -180,21 +266,46 @@ def bench_world(device: torch.device, *, width: int, batch: int, steps: int, cal
 
         return step
 
-    h = torch.randn(batch, width, device=device)
-    eager, whole = step_of(), cudagraph.whole_step(step_of())
-    losses: list[list[float]] = []
-    for call in (eager, whole):
+    def losses_of(call: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
         torch.manual_seed(1)
-        losses.append([float(call(h)) for _ in range(6)])
-    assert not whole.refused and not whole.update_refused, (whole.refused, whole.update_refused)
-    row: dict[str, Any] = {"model": "world", "batch": batch, "loss": {"eager": losses[0], "whole": losses[1]}}
-    row["us"] = medians_us({"eager": lambda: eager(h), "whole": lambda: whole(h)}, device, calls, rounds)
-    if device.type == "cuda":
-        row["kernels"], row["us"]["kernels"] = kernels_of(lambda: eager(h))
-        row["ratio_to_kernels"] = {
-            name: round(row["us"][name] / row["us"]["kernels"], 3) for name in ("eager", "whole")
-        }
-    return row
+        return [float(call(h)) for _ in range(6)]
+
+    def note(key: str, **values: Any) -> None:
+        row.setdefault(key, {}).update(values)
+
+    def measure(name: str, call: Callable[[], Any], how_many: int) -> None:
+        note("us", **medians_us({name: call}, device, how_many, rounds))
+        note("in_a_row_us", **{name: in_a_row_us(call, device, how_many)})
+        note("host_us", **{name: host_us(call, device, how_many)})
+
+    for is_compiled, uncaptured, end in ((False, "eager", ""), (True, "compiled", "_compiled")):
+        torch._dynamo.reset()
+        cudagraph.reset()
+        captured = f"whole{end}"
+        began = time.perf_counter()
+        plain = step_of(is_compiled)
+        note("loss", **{uncaptured: losses_of(plain)})
+        note("ready_s", **{uncaptured: round(time.perf_counter() - began, 1)})
+        measure(uncaptured, functools.partial(plain, h), max(calls // 5, 1))
+        if on_gpu:
+            note("kernels", **{uncaptured: work_of(functools.partial(plain, h))})
+        # The graph is kept beside what is made of it, so that its nodes can be counted.
+        with unittest.mock.patch("torch.cuda.CUDAGraph", functools.partial(torch.cuda.CUDAGraph, keep_graph=True)):
+            whole = cudagraph.whole_step(step_of(is_compiled))
+            note("loss", **{captured: losses_of(whole)})
+        assert not whole.refused and not whole.update_refused, (whole.refused, whole.update_refused)
+        first, *_ = row["loss"]["eager"]
+        assert abs(row["loss"][captured][0] - first) < 0.2 * abs(first), row["loss"]  # compiled code draws other noise
+        measure(captured, functools.partial(whole, h), calls)
+        measure(f"replay{end}", whole.latest.launch, calls)
+        add(row)
+        if on_gpu:
+            of_kernels = row["kernels"][uncaptured]["us"]
+            note("ratio_to_kernels", **{x: round(row["us"][x] / of_kernels, 3) for x in (uncaptured, captured)})
+            note("in_graph", **{captured: work_of(functools.partial(whole, h))})
+            add(row)
+            note("nodes", **{captured: nodes_of(whole.latest.graph)})
+            add(row)
 
 
 class Block(nn.Module):
@@ -359,6 +470,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--calls", type=int, default=100, help="calls a round")
+    parser.add_argument("--at-once", type=int, default=COMPILED_AT_ONCE, help="latent steps compiled together")
     parser.add_argument("--reserved", choices=("without", "with"), help="print what this variant reserves, for itself")
     options = parser.parse_args()
     device = torch.device("cpu") if options.small else torch.device("cuda", torch.cuda.current_device())
@@ -394,7 +506,8 @@ def main() -> None:
             if options.small
             else {"width": 256, "batch": 64, "steps": LATENT_STEPS}
         )
-        add(bench_world(device, calls=max(options.calls // 4, 1), rounds=options.rounds, **sizes))
+        at_once, calls = (2, 1) if options.small else (options.at_once, max(options.calls // 4, 1))
+        bench_world(device, add, at_once=at_once, calls=calls, rounds=options.rounds, **sizes)
     for part, make, tiny in (
         ("gpt2", GPT2, lambda: GPT2(1, 8, 2, 16, 4)),
         ("vit", ViT, lambda: ViT(1, 8, 2, 8, 4)),

@@ -37,12 +37,13 @@ import torch
 from ..errors import CudaGraphError
 from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
-from ..torch_private.distributed import is_dtensor, local_part
+from ..torch_private.distributed import is_dtensor, local_part, sharding_options
 from .numbers import Place, Traced
 from .users_code import globals_in, is_users, is_users_class
 
 OPTIONS_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 PLAIN = (bool, int, float, complex, str, bytes, type(None), *OPTIONS_OF_TORCH)
+FLAGS = (bool, type(None))
 MISSING = object()
 SET_BY_THE_STEP = "what the step stores there"
 ALL = "[:]"  # of a list, in paths
@@ -82,6 +83,7 @@ class HostState:
         self.spread: dict[str, torch.Tensor] = {}  # `DTensor`s; their parts of this process are among `tensors`
         self.places: dict[str, Place] = {}
         self.outputs: dict[str, Entry] = {}  # where the step stores tensors
+        self.flags: dict[str, Entry] = {}  # where a value of `FLAGS` is kept
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.schedulers: dict[str, Scheduler] = {}  # of learning rates; not followed
         self.on_cpu: list[torch.Tensor] = []  # tensors on the CPU, if the step is on another device: versions count
@@ -106,7 +108,6 @@ class HostState:
         self._copies = [each.copy() for each in (*self._dicts, *self._lists)]
         self._keys_in_order = [*chain.from_iterable(self._ordered_dicts)]
         self._full_dicts, self._empty_dicts = [d for d in self._dicts if d], [d for d in self._dicts if not d]
-        self._indices = {id(d): i for i, d in enumerate(self._full_dicts)}
         self._copy_of = {id(d): each for d, each in zip(self._dicts, self._copies, strict=False)}
         self._differentiable = [x for x in (*self.tensors.values(), *self.spread.values()) if x.requires_grad]
         self._hooks = [*map(torch_cuda.gradient_hooks, self._differentiable)]
@@ -124,7 +125,7 @@ class HostState:
     def unchanged(self) -> bool:
         """Whether every container holds the very objects of the snapshot. Each line compares containers of one kind."""
         return (
-            [*map(torch_cuda.dict_version, self._full_dicts)] == self._dict_versions
+            self._are_full_dicts_as_before()
             and not any(self._empty_dicts)
             and [*map(len, self._lists)] == self._lengths
             and all(map(is_, chain.from_iterable(self._lists), self._items))
@@ -135,6 +136,17 @@ class HostState:
             and all(_same(read(), saved) for read, _, saved in self._views)
             and [x._version for x in self.on_cpu] == self._cpu_versions
         )
+
+    def _are_full_dicts_as_before(self) -> bool:
+        """Whether all dicts that had entries have the same ones. One that was changed and changed back has."""
+        versions = [*map(torch_cuda.dict_version, self._full_dicts)]
+        if versions != self._dict_versions:
+            for each, new, old in zip(self._full_dicts, versions, self._dict_versions, strict=True):
+                saved = self._copy_of[id(each)]
+                if new != old and not (_same(each, saved) and _same(dict.values(each), dict.values(saved))):
+                    return False
+            self._dict_versions = versions
+        return True
 
     def differences(self, after: HostState) -> dict[str, str]:
         """What differs in `after`, by path, as text: "True became False"."""
@@ -153,6 +165,8 @@ class HostState:
             return "nothing"
         if isinstance(leaf, tuple):
             return str(float.fromhex(leaf[1])) if leaf[0] is float else repr(leaf[1])
+        by_alias = {f"what {path} is": key for key, (_, path) in self._seen.items()} if isinstance(leaf, str) else {}
+        leaf = by_alias.get(leaf, leaf)
         if isinstance(leaf, int):  # the identity of an object
             value = self._seen[leaf][0]
             return f"a function {value.co_name}" if isinstance(value, types.CodeType) else f"a {type(value).__name__}"
@@ -160,17 +174,20 @@ class HostState:
 
     def accept(self, container: dict[Any, Any], key: Any) -> None:
         """Replace the snapshot's value of `container[key]` by the current one."""
-        saved = self._copy_of.get(id(container))
-        if saved is not None:
+        if (saved := self._copy_of.get(id(container))) is not None:
             saved[key] = container[key]
-            if id(container) in self._indices and _same(container, saved) and _same(container.values(), saved.values()):
-                self._dict_versions[self._indices[id(container)]] = torch_cuda.dict_version(container)
 
     def copied(self) -> HostState:
         """The same snapshot, for another recording: what one of the two accepts is a change to the other."""
         other = copy.copy(self)
         other._copies, other._dict_versions = [each.copy() for each in self._copies], [*self._dict_versions]
         other._copy_of = {id(d): each for d, each in zip(other._dicts, other._copies, strict=False)}
+        return other
+
+    def with_flags_of(self, before: HostState) -> HostState:
+        """The same snapshot, to compare, with the flags of another one: a step may set a flag that it reads first."""
+        other = copy.copy(self)
+        other.leaves = self.leaves | {path: before.leaves[path] for path in self.flags.keys() & before.flags.keys()}
         return other
 
     def stored(self) -> dict[str, Entry]:
@@ -253,6 +270,11 @@ class HostState:
             if isinstance(value, torch.optim.Optimizer):
                 self.optimizers[path] = value
             self._attributes(path, value, OBJECTS_DEEP if depth < ANY_DEPTH - OBJECTS_DEEP else depth)
+            if options := sharding_options(value):
+                entries = [*options.values()]
+                self.flags |= {f"{path}, {name}": (x, n) for name, (x, n) in options.items() if type(x[n]) in FLAGS}
+                write = functools.partial(_put_into_entries, entries)
+                self._watch_values(path, [*options], lambda: [x[name] for x, name in entries], write, depth=depth)
             if isinstance(value, torch.jit.ScriptModule):  # its tensors are in no dict
                 names = [name for name, _ in (*value.named_parameters(), *value.named_buffers())]
                 self._watch_values(path, names, lambda: [*value.parameters(), *value.buffers()], depth=depth)
@@ -295,7 +317,9 @@ class HostState:
             if isinstance(value, (list, deque, set)):
                 self._lists.append(value)
             self._later(path, "[{}]", range(len(value)), value, depth)
-        if isinstance(getattr(value, "__dict__", None), dict) and is_users_class(type(value)):
+        # A module has a dozen OrderedDicts, and asking for a `__dict__` makes one.
+        own = type(value) is not OrderedDict and is_users_class(type(value))
+        if own and isinstance(getattr(value, "__dict__", None), dict):
             self._attributes(path, value, depth)
 
     def _attributes(self, path: str, value: Any, depth: int) -> None:
@@ -320,7 +344,9 @@ class HostState:
                 if torch_cuda.tensors_among(entry):
                     self.leaves[name] = SET_BY_THE_STEP
                     continue
-            if type(entry) in (int, float):
+            if type(entry) in FLAGS:
+                self.flags[name] = value, key
+            elif type(entry) in (int, float):
                 self.places[name] = Place(value, key)
             elif type(entry) is tuple and {*map(type, entry)} <= {int, float}:
                 self.places.update({f"{name}[{i}]": Place(value, key, i) for i in range(len(entry))})
@@ -364,7 +390,7 @@ class HostState:
         self._watch_values(path, code.co_freevars, lambda: [*map(_value_in, cells)], write, depth=depth)
         if is_users(code.co_filename):
             names = globals_in(code)
-            write = functools.partial(_put_into_dict, space, names)
+            write = functools.partial(_put_into_entries, [(space, name) for name in names])
             self._watch_values(path, names, lambda: [space.get(name, MISSING) for name in names], write, depth=depth)
             self._watch_values(path, ("code", "defaults", "keywords"), lambda: [*FUNCTION_PARTS(function)], depth=depth)
         if hasattr(function, "__wrapped__"):
@@ -399,11 +425,12 @@ def _put_into_cells(cells: Sequence[types.CellType], values: Sequence[Any]) -> N
             del cell.cell_contents
 
 
-def _put_into_dict(space: dict[str, Any], names: Sequence[str], values: Sequence[Any]) -> None:
-    for name, value in zip(names, values, strict=True):
-        space[name] = value
+def _put_into_entries(entries: Iterable[Entry], values: Sequence[Any]) -> None:
+    """Give entries of dicts these `values`; `MISSING`: none."""
+    for (container, key), value in zip(entries, values, strict=True):
+        container[key] = value
         if value is MISSING:
-            del space[name]
+            del container[key]
 
 
 def _same(now: Iterable[Any], saved: Iterable[Any]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..torch_private import cuda as torch_cuda
+from ..torch_private.distributed import clone_of, local_part, with_local_part
 from ..tree.capture import CannotCapture
 from .host import PLAIN, Entry
 from .numbers import Traced
@@ -39,13 +40,18 @@ class Unforeseen(CannotCapture):
 
 def is_storable(value: Any) -> bool:
     """Whether a replay can store such a value: a tensor, or a container of tensors and plain values."""
-    tensors = [x for x in torch_cuda.flatten(value)[0] if type(x) is torch.Tensor and x.layout is torch.strided]
+    tensors = [x for x in torch_cuda.flatten(value)[0] if _is_plain(x) and x.layout is torch.strided]
     return bool(tensors) and not _others_in(value)
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether `x` is a tensor of no other class, or a `DTensor` of such ones."""
+    return type(local_part(x)) is torch.Tensor
 
 
 def _others_in(value: Any) -> list[Any]:
     """The leaves of `value` that a replay can't store: no tensors, and no plain values."""
-    return [x for x in torch_cuda.flatten(value)[0] if not isinstance(x, PLAIN) and type(x) is not torch.Tensor]
+    return [x for x in torch_cuda.flatten(value)[0] if not isinstance(x, PLAIN) and not _is_plain(x)]
 
 
 def refuse_to_store(path: str, value: Any) -> None:
@@ -72,7 +78,10 @@ class Outputs:
         for path, (container, key) in self._entries.items():
             flat, spec = torch_cuda.flatten(self._old[path])
             error = functools.partial(_read, path)
-            wires = [torch_cuda.tripwire(x, error) if isinstance(x, torch.Tensor) else x for x in flat]
+            wires = [
+                with_local_part(x, torch_cuda.tripwire(local_part(x), error)) if isinstance(x, torch.Tensor) else x
+                for x in flat
+            ]
             container[key] = self._covers[path] = torch_cuda.unflatten(wires, spec)
 
     def collect(self, known: set[int | None]) -> None:
@@ -82,13 +91,15 @@ class Outputs:
             flat, spec = torch_cuda.flatten(value)
             if [*map(id, flat)] == [*map(id, torch_cuda.flatten(self._covers[path])[0])]:
                 continue
-            if any(hasattr(x, "trip") for x in flat):
+            if any(hasattr(local_part(x), "trip") for x in flat):
                 raise ChangesValue(path, f"keeps in {path} what it has stored in the step before; return it instead")
             if not is_storable(value):
                 raise ChangesValue(path, f"stores a {type(value).__name__} in {path}, which a replay would not")
             flat = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in flat]
             self._copied |= {
-                id(x) for x in flat if isinstance(x, torch.Tensor) and torch_cuda.storage_key(x) not in known
+                id(x)
+                for x in flat
+                if isinstance(x, torch.Tensor) and torch_cuda.storage_key(local_part(x)) not in known
             }
             self._made[path] = flat, spec
 
@@ -100,20 +111,16 @@ class Outputs:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of the graph that replays copy."""
-        return [x for flat, _ in self._made.values() for x in flat if id(x) in self._copied]
+        """The tensors of the graph that replays copy; of a `DTensor` this process's part."""
+        return [local_part(x) for flat, _ in self._made.values() for x in flat if id(x) in self._copied]
 
-    def follow(self, entries: Mapping[str, Entry]) -> None:
-        """From now on the entries are these: of a dict in the place of another one, say."""
-        self._entries = {path: entries[path] for path in self._entries}
-
-    def assign(self) -> list[Entry]:
-        """After a replay: store copies. Returns the entries."""
+    def assign(self, entries: Mapping[str, Entry]) -> list[Entry]:
+        """After a replay: store copies in the entries of now. Returns those that the step has."""
         for path, (flat, spec) in self._made.items():
-            container, key = self._entries[path]
-            new = [x.clone() if id(x) in self._copied else x.value() if isinstance(x, Traced) else x for x in flat]
+            container, key = entries[path]
+            new = [clone_of(x) if id(x) in self._copied else x.value() if isinstance(x, Traced) else x for x in flat]
             container[key] = torch_cuda.unflatten(new, spec)
-        return [self._entries[path] for path in self._made]
+        return [entries[path] for path in self._made]
 
 
 def _read(path: str, how: str) -> ChangesValue:

@@ -84,8 +84,9 @@ class StepRecording:
         self.host = made.host
         self.numbers = made.numbers  # of the host, which the graph reads on the device
         self.outputs = made.outputs  # tensors that the step stores
+        self.flags = made.flags  # that the step sets, by path, and what it leaves there
         self.inputs, self.gradients = made.inputs, made.gradients
-        self.tensors = [*made.tensors, *made.gradients.static]  # those that the graph may read where they are
+        self.tensors = made.tensors  # those that the graph may read where they are
         self.blocks, self.written, self.update = made.blocks, written, update
         self.results, self.result_spec = made.results, made.result_spec  # of the graph; flat, as for `unflatten`
         self.cursor, self.pool = made.cursor, made.pool
@@ -99,14 +100,16 @@ class StepRecording:
         self._indices = list(range(len(self.tensors)))
         self._guard, self._global_guard = torch_cuda.tensor_guard(self.tensors), torch_cuda.global_guard()
         self._settings = settings()
-        self._written_storages = {torch_cuda.storage_key(x) for x in (*self.written, *self.gradients.static)}
+        self._written_storages = {*map(torch_cuda.storage_key, self.written)}
 
     def aliased(self, flat: Sequence[Any]) -> int | None:
         """The position of an input in memory that the step writes to: the graph would read a copy from before."""
-        storages = self._written_storages
+        storages, addresses = self._written_storages, self.gradients.storage_addresses
         for i, x in enumerate(flat):
-            if isinstance(x, torch.Tensor) and torch_cuda.storage_key(x) in storages:
-                return i
+            if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+                storage = x.untyped_storage()
+                if torch_cuda.identity(storage) in storages or (addresses and storage.data_ptr() in addresses):
+                    return i
         return None
 
     def applies(self, call: StepCall, now: HostState | None = None) -> bool:
@@ -123,7 +126,6 @@ class StepRecording:
                 return False
             self.host = now.copied()
             self.numbers.follow(now.places)
-            self.outputs.follow(now.outputs)
         if self.numbers:
             changed, holds = self.numbers.read()
             for place in changed:
@@ -151,11 +153,14 @@ class StepRecording:
         self.replays += 1
         self.gradients.assign()
         results = [
-            x.clone() if isinstance(x, torch.Tensor) else x.value() if isinstance(x, Traced) else x
+            torch_distributed.clone_of(x) if isinstance(x, torch.Tensor) else x.value() if isinstance(x, Traced) else x
             for x in self.results
         ]
-        for container, key, *_ in (*self.outputs.assign(), *self.numbers.assign()):
+        for container, key, *_ in (*self.outputs.assign(self.host.outputs), *self.numbers.assign()):
             self.host.accept(container, key)
+        for path, value in self.flags.items():
+            container, key = self.host.flags[path]
+            container[key] = value
         if self.update is not None:
             self.update()
         if self.written:
@@ -289,10 +294,11 @@ class _Attempt:
         self.graph: Any = None
         self.results: list[Any] = []  # what the step returns, flat
         self.result_spec: Any = None
-        self.unreduced = torch_distributed.unreduced_gradients(host.objects())
         self.replicas = torch_distributed.replicas_in(host.objects())
         in_buckets = [x for model in self.replicas if model.gradient_as_bucket_view for x in model.parameters()]
-        self.gradients = Gradients(parameters_of(host), reads=step.reads_gradients, in_buckets=in_buckets)
+        places = [(x, "grad") for x in parameters_of(host)]
+        places += torch_distributed.unreduced_gradients(host.objects())
+        self.gradients = Gradients(places, reads=step.reads_gradients, in_buckets=in_buckets)
 
     def capture(self, run: Callable[..., Any]) -> None:
         """Capture the step. It runs on the host only, so no tensor has other values after it."""
@@ -322,18 +328,16 @@ class _Attempt:
         return torch_cuda.flatten(result)
 
     def check_side_effects(self) -> None:
-        """Raise if the step did what no graph does again: random numbers of the host, sums not reduced."""
+        """Raise if the step did what no graph does again: random numbers of the host."""
         if self.random_numbers.changed() or not torch.equal(*self.random_states):
             raise CannotCapture("draws random numbers on the host")
         self.outputs.collect({torch_cuda.storage_key(x) for x in self.tensors})
         self.outputs.uncover()
-        if any(getattr(owner, name) is not old for owner, name, old in self.unreduced):
-            raise CannotCapture("keeps gradients without an exchange; end it with a backward that reduces them")
 
     def check_host(self) -> None:
         """Raise if host values, the memory of tensors or an input have changed, which a replay would not change."""
         host = self.host
-        _check_stored(host, self.step._host(), self.numbers)
+        self.flags = _flags_among_changes(host, self.step._host(), self.numbers)
         host.restore()  # the step may have put equal containers in the place of the old ones
         host.note_versions()
         rebound = {id(x) for x in self.snapshot.rebound()}
@@ -347,8 +351,8 @@ class _Attempt:
         """Find the blocks that the recording needs. Raise if the step keeps others: nobody would know when such a block
         is free."""
         pool, others = self.pool, self.blocks_of_others
-        self.gradients.classify(self.device, self.cursor.driver)
-        made = [x for x in self.results if isinstance(x, torch.Tensor)]
+        self.gradients.classify(self.device, self.cursor.driver, self.watch.seen if self.is_watched else None)
+        made = [torch_distributed.local_part(x) for x in self.results if isinstance(x, torch.Tensor)]
         for x in made:
             if type(x) is not torch.Tensor or x.layout is not torch.strided or x.device != self.device:
                 raise CannotCapture(f"returns a {type(x).__name__} of layout {x.layout} on {x.device}")
@@ -391,7 +395,7 @@ class _Attempt:
             stack.callback(self.host.note_versions)
             stack.callback(self.host.restore)
             stack.callback(torch_distributed.forget_events, objects)
-            stack.callback(torch_distributed.forget_failed_step, objects, self.unreduced)
+            stack.callback(torch_distributed.forget_failed_step, objects)
             stack.callback(self.outputs.uncover)
             if self.graph is not None:
                 stack.callback(self.graph.reset)
@@ -415,10 +419,12 @@ def places_of(host: HostState, paths: Collection[str], *, in_optimizers_only: bo
     }
 
 
-def _check_stored(host: HostState, now: HostState, numbers: Numbers) -> None:
-    """Raise if the captured step has changed host values that a replay would not: `Unforeseen`, if another capture can
-    allow for them."""
+def _flags_among_changes(host: HostState, now: HostState, numbers: Numbers) -> dict[str, Any]:
+    """The flags (a bool or None) that the captured step has changed: a replay sets them, too. Raise if the step has
+    changed other host values: `Unforeseen`, if another capture can allow for them."""
     changed = host.differences(now)
+    flags = {path: now.leaves[path][1] for path in changed if path in host.flags.keys() & now.flags.keys()}
+    changed = {path: how for path, how in changed.items() if path not in flags}
     stored = {path: container[key] for path, (container, key) in host.stored().items()}
     outputs = [path for path, value in stored.items() if path not in host.outputs and is_storable(value)]
     counted = [path for path in changed if path in host.places.keys() - numbers.places.keys()]
@@ -434,3 +440,4 @@ def _check_stored(host: HostState, now: HostState, numbers: Numbers) -> None:
         raise ChangesValue(path, f"changes {path} each time, which a replay would not: {how}; {way_out}")
     if changed:
         raise Unforeseen(outputs, counted)
+    return flags

@@ -2,7 +2,7 @@
 
 known    calls and captures find out which numbers change, which tensors the step stores, whether it reads gradients.
          The next snapshot and the next capture allow for that
-by key   the recordings of a key lie in the order in which they were made, beside the snapshot of its last warm-up
+by key   the recordings of a key lie in the order in which they were made, beside the snapshots of its last warm-ups
 a pool   the memory of all graphs, and of gradients that replays have given out
 """
 
@@ -18,6 +18,10 @@ from .gradients import ReadsGradients
 from .host import HostState
 from .outputs import Unforeseen
 from .states import State
+
+# Calls in a row, each with other host values than those before. Of so many the snapshots are kept, for each key: before
+# and after each, as far as flags are concerned.
+MOST_UNSTABLE_CALLS = 4
 
 
 class Recordings:
@@ -37,7 +41,9 @@ class Recordings:
         self.calls_compiled = False  # whether a function was called that Dynamo compiles
         self.latest: Any = None
         self.recordings: dict[tuple[Any, ...], list[Any]] = {}
-        self.warm: dict[tuple[Any, ...], tuple[HostState, int]] = {}  # by key: a snapshot, warm-ups with these values
+        # By key: snapshots, the latest last, with other values each, as where a flag comes and goes; and how many calls
+        # have warmed up with these values.
+        self.warm: dict[tuple[Any, ...], list[tuple[HostState, int]]] = {}
         self._pool: Any = None
 
     def host_roots(self) -> dict[str, Any]:
@@ -80,7 +86,8 @@ class Recordings:
         return [recording for known in self.recordings.values() for recording in known]
 
     def _hosts(self) -> list[HostState]:
-        return [*(one.host for one in self.every_recording()), *(host for host, _ in self.warm.values())]
+        warm = (host for known in self.warm.values() for host, _ in known)
+        return [*(one.host for one in self.every_recording()), *warm]
 
     def _close(self, recordings: Collection[Any]) -> None:
         """Close `recordings`. The pool goes on, so gradients that somebody holds move out."""
@@ -101,8 +108,15 @@ class Recordings:
         counters.add("rerecordings", bool(known))
         known.append(recording)
         self._watch_later_gradients()
-        self.warm[recording.key] = recording.host, warm_ups
+        self._note_warm(recording.key, recording.host, warm_ups)
         self.latest = recording
+
+    def _note_warm(self, key: tuple[Any, ...], host: HostState, warm_ups: int) -> None:
+        """Note how many calls have warmed up with the values of `host`, whatever its numbers are."""
+        others = [
+            (one, n) for one, n in self.warm.get(key, []) if not one.differences(host).keys() <= host.places.keys()
+        ]
+        self.warm[key] = [*others, (host, warm_ups)][-2 * MOST_UNSTABLE_CALLS :]
 
     def _close_stale_recordings(self, host: HostState) -> str:
         """Close recordings that read tensors which `host` does not reach, such as an optimizer's old state. Returns the
@@ -114,9 +128,11 @@ class Recordings:
             self.recordings[key] = [one for one in known if one not in stale]
         self._watch_later_gradients()
         gone = ""
-        for key, (warm, _) in self.warm.items():
-            if path := next((path for path, x in warm.tensors.items() if id(x) not in reached), ""):
-                self.warm[key], gone = (host, 0), gone if self.recordings.get(key) else path
+        for key, warm in self.warm.items():
+            lost = [next((path for path, x in one.tensors.items() if id(x) not in reached), "") for one, _ in warm]
+            self.warm[key] = [each for each, path in zip(warm, lost, strict=True) if not path] or [(host, 0)]
+            if all(lost) and not self.recordings.get(key):
+                gone = lost[-1]
         return gone
 
     # --- memory

@@ -102,7 +102,7 @@ class Way(NamedTuple):
     how: How
     reason: str = ""  # why there is no graph, for the log; "" for none
     recording: Any = None  # to replay
-    host: Any = None  # the snapshot to record with
+    host: Any = None  # the snapshot before it, to record with
     warm_ups: int = 0  # how many calls have warmed up for such inputs and host values, with this one
     on_all_ranks: bool = False  # whether all ranks know that the step is refused
 

@@ -60,7 +60,8 @@ class OperatorWatch:
         self.device, self.inputs, self.has_reducers = device, inputs, has_reducers
         # Identities of storages, None for tensors that have none. Those of results are added.
         self.known: set[int | None] = {None, *inputs, *map(torch_cuda.storage_key, known)}
-        self.written: set[int | None] = set()  # identities of storages
+        self.seen: set[int | None] = set()  # identities of storages on the device that operators had
+        self.written: set[int | None] = set()  # those that they wrote to
         self.buckets: dict[int, torch.UntypedStorage] = {}  # those of reducers on the device
         self.has_collectives = False  # whether an operator was a collective
         self.made: dict[int, torch.UntypedStorage] = {}  # those that the step made on the CPU
@@ -106,6 +107,7 @@ class OperatorWatch:
                 map(torch_cuda.storage_key, tensors_in(torch_cuda.argument(func, "dropout_state", args, kwargs)))
             )
         on_device = {torch_cuda.storage_key(x) for x in tensors if x.device == self.device}
+        self.seen |= on_device
         if name != FRESH and not on_device <= self.known:
             return UNKNOWN
         on_host = self.device != CPU and len(others) == len(tensors)

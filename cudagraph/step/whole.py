@@ -49,7 +49,7 @@ from .recording import (
     reason_against_new_reducers,
     record_step,
 )
-from .recordings import Recordings
+from .recordings import MOST_UNSTABLE_CALLS, Recordings
 from .states import Came, FailedCapture, How, State, Way, state_after
 from .watch import users_line
 
@@ -59,7 +59,6 @@ LIMITS = {"size_limit": 16, "rerecord_limit": 16}  # by default
 OPTIONS = ("or_error", *LIMITS, "warmup_steps")
 MOST_FAILED_CAPTURES = 3  # in a row, by errors that may not come again, such as out of memory
 MOST_UNSETTLED_CALLS = 64  # in a row; then it is recorded although what it calls may still change
-MOST_UNSTABLE_CALLS = 4  # in a row, each with other host values than the one before
 
 
 every_step: weakref.WeakSet[WholeStep] = weakref.WeakSet()
@@ -97,6 +96,7 @@ class WholeStep(Recordings):
 
     def _begin(self) -> None:
         super()._begin()
+        self.sharded_modules: list[Any] = []  # by FSDP2, as of the last snapshot
         self.refused = ""  # why it runs without a graph from now on; "" as long as it may have one
         self.all_refused = False  # whether all ranks know of it, so that they need no agreement any more
         self.update_refused = ""  # why the update of the parameters runs outside of the graph; "" if it is inside
@@ -159,6 +159,8 @@ class WholeStep(Recordings):
     def _prepared_way(self, call: StepCall) -> Way:
         """The way that all ranks go, with reducers that are ready for it. They are made anew before the same call on
         all ranks or on none: that changes what a reducer sends."""
+        if not self.refused:
+            torch_distributed.gather_no_more(self.sharded_modules)
         renews, way = bool(self.old_reducers_of), self._way(call)
         if renews and (reason := reason_against_new_reducers(self.old_reducers_of)) is not None:
             way = Way(How.REFUSE, reason)
@@ -233,6 +235,7 @@ class WholeStep(Recordings):
                 return Way(How.REFUSE, reason)
             self.cursor = Cursor(self.driver, next(iter(devices)))
         self.cursor.follow_stream()
+        self.sharded_modules = torch_distributed.sharded_modules(host.objects())
         self.old_reducers_of = [
             x for x in torch_distributed.replicas_in(host.objects()) if x not in on_streams_of_captures
         ]
@@ -261,12 +264,7 @@ class WholeStep(Recordings):
 
     def _way_by_warmup(self, call: StepCall, host: HostState) -> Way:
         """A warm-up until nothing has changed for some calls, then a recording."""
-        warm, count = self.warm.get(call.key, (host, 0))
-        changed = warm.differences(host)
-        if changed and changed.keys() <= host.places.keys() and not self.state.by_number:
-            self.numbers, changed = self.numbers | changed.keys(), {}
-        if changed.keys() <= self.outputs:  # None now, in the place of what the step stores there
-            changed = {}
+        changed, count = self._since_warm_up(call, host)
         waits = bool(self.old_reducers_of) or any(
             map(torch_distributed.is_timed, torch_distributed.replicas_in(host.objects()))
         )
@@ -282,7 +280,19 @@ class WholeStep(Recordings):
             if self.unstable_calls > MOST_UNSTABLE_CALLS:
                 is_left_out = self._leave_update_out(what, changed)
                 return self._way_with_host(call) if is_left_out else Way(How.REFUSE, what)
-        return Way(How.WARM_UP, warm_ups=1 if changed else count + 1)
+        return Way(How.WARM_UP, host=host, warm_ups=1 if changed else count + 1)
+
+    def _since_warm_up(self, call: StepCall, host: HostState) -> tuple[dict[str, str], int]:
+        """What has changed since the last warm-up, and how many calls have warmed up with these values. Nothing, if an
+        earlier one had the values of now: a flag may be on in each second call."""
+        warm = self.warm.get(call.key, [(host, 0)])
+        for one, count in reversed(warm):
+            changed = one.differences(host)
+            if changed and changed.keys() <= host.places.keys() and not self.state.by_number:
+                self.numbers, changed = self.numbers | changed.keys(), {}
+            if changed.keys() <= self.outputs:  # None now, in the place of what the step stores there
+                return {}, count
+        return warm[-1][0].differences(host), 0
 
     # --- following it
 
@@ -309,7 +319,9 @@ class WholeStep(Recordings):
             log.info("%s %s: what it does now is recorded", self.name, why)
         counts = self.unsettled_calls == 0 or self.unsettled_calls > MOST_UNSETTLED_CALLS
         try:
-            self.warm[call.key] = self._host(), way.warm_ups if counts else 0
+            host, warm_ups = self._host(), way.warm_ups if counts else 0
+            self._note_warm(call.key, host.with_flags_of(way.host), warm_ups)
+            self._note_warm(call.key, host, warm_ups)
         except CannotCompare as error:  # the next call says so; this one has run
             self.reset()
             self.state, self.refused = State.NOTHING, str(error)

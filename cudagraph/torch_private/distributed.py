@@ -7,7 +7,7 @@ import contextlib
 import datetime
 import functools
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -113,6 +113,11 @@ def local_part(x: torch.Tensor) -> torch.Tensor:
     return x._local_tensor if is_dtensor(x) else x  # type: ignore[attr-defined]
 
 
+def spread_of(x: Any) -> Any:
+    """How a `DTensor` is spread over processes, to compare; None for another tensor."""
+    return x._spec if is_dtensor(x) else None
+
+
 def with_local_part(x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A tensor spread like the `DTensor` `x`, over another tensor of this process; `local` if `x` is none."""
     if not is_dtensor(x):
@@ -124,9 +129,19 @@ def with_local_part(x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return spread
 
 
+def clone_of(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x`. That of a `DTensor` is spread alike, and calls no code of its own."""
+    return with_local_part(x, local_part(x).clone())
+
+
+def sharded_modules(objects: Collection[Any]) -> list[Any]:
+    """Those of `objects` that `fully_shard` was called with."""
+    return [x for x in objects if hasattr(type(x), "_get_fsdp_state")]
+
+
 def _sharded_states(objects: Collection[Any]) -> list[Any]:
     """The states that FSDP2 keeps for modules among `objects`."""
-    return [x._get_fsdp_state() for x in objects if hasattr(type(x), "_get_fsdp_state")]
+    return [x._get_fsdp_state() for x in sharded_modules(objects)]
 
 
 def _groups_of(state: Any) -> list[Any]:
@@ -138,6 +153,28 @@ def _groups_of(state: Any) -> list[Any]:
 def _params_of(objects: Collection[Any]) -> list[Any]:
     """What FSDP2 keeps for the parameters of modules among `objects`."""
     return [x for state in _sharded_states(objects) for group in _groups_of(state) for x in group.fsdp_params]
+
+
+# What a program sets by methods such as `set_requires_gradient_sync`. Versions of torch lack some.
+OPTIONS_OF_STATES = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
+OPTIONS_OF_CONTEXTS = ("is_last_backward",)
+OPTIONS_OF_GROUPS = (
+    "reduce_grads", "all_reduce_grads", "reshard_after_backward", "gradient_divide_factor", "post_forward_mesh_info",
+    "unshard_in_backward", "unshard_async_op", "force_sum_reduction_for_comms", "_all_reduce_hook", "_all_gather_comm",
+    "_reduce_scatter_comm",
+)  # fmt: skip
+
+
+def sharding_options(module: Any) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where FSDP2 keeps what a program has set for `module`: attributes of its own objects, and their names there."""
+    found: dict[str, tuple[dict[str, Any], str]] = {}
+    for state in _sharded_states([module]):
+        groups = [
+            (f" of group {i}" if i else "", group, OPTIONS_OF_GROUPS) for i, group in enumerate(_groups_of(state))
+        ]
+        owners = [("", state, OPTIONS_OF_STATES), ("", state._state_ctx, OPTIONS_OF_CONTEXTS), *groups]
+        found |= {name + end: (vars(x), name) for end, x, names in owners for name in names if name in vars(x)}
+    return found
 
 
 def gathered_storages(objects: Collection[Any]) -> list[torch.UntypedStorage]:
@@ -178,12 +215,21 @@ def gather_as_before(groups: Collection[Any]) -> None:
         vars(group).pop("wait_for_unshard", None)
 
 
-def unreduced_gradients(objects: Collection[Any]) -> list[tuple[Any, str, Any]]:
-    """Where FSDP2 keeps gradients that were not exchanged: objects, names of attributes, and gradients or None."""
+def gather_no_more(modules: Collection[Any]) -> None:
+    """Free what FSDP2 has gathered for `modules` and kept, as a forward without a backward leaves its last ones: graphs
+    gather for themselves."""
+    for module in modules:
+        if any(not group.is_sharded for group in _groups_of(module._get_fsdp_state())):
+            module.reshard()
+
+
+def unreduced_gradients(objects: Collection[Any]) -> list[tuple[Any, str]]:
+    """Where FSDP2 keeps gradients that were not exchanged: objects, and names of attributes. None without one."""
     params = _params_of(objects)
+    groups = [group for state in _sharded_states(objects) for group in _groups_of(state)]
     places = [(x, "unsharded_accumulated_grad") for x in params if "unsharded_accumulated_grad" in vars(x)]
-    places += [(x._unsharded_param, "grad") for x in params if hasattr(x, "_unsharded_param")]
-    return [(owner, name, getattr(owner, name)) for owner, name in places]
+    places += [(x, "_partial_reduce_output") for x in groups if "_partial_reduce_output" in vars(x)]
+    return [*places, *((x._unsharded_param, "grad") for x in params if hasattr(x, "_unsharded_param"))]
 
 
 def forget_events(objects: Collection[Any]) -> None:
@@ -201,13 +247,11 @@ def unsharded_parameters(objects: Collection[Any]) -> dict[str, torch.Tensor]:
     return {f"unsharded parameter {i}": x for i, x in enumerate(every)}
 
 
-def forget_failed_step(objects: Collection[Any], unreduced: Sequence[tuple[Any, str, Any]]) -> None:
+def forget_failed_step(objects: Collection[Any]) -> None:
     """Have modules of FSDP2 as they are between steps, after a capture that failed in the middle of one.
 
     What they wait for are events of that capture, which no stream may wait for now.
     """
-    for owner, name, gradient in unreduced:
-        setattr(owner, name, gradient)
     for state in _sharded_states(objects):
         comm = state._comm_ctx
         comm.all_gather_state = None
@@ -227,7 +271,6 @@ def forget_failed_step(objects: Collection[Any], unreduced: Sequence[tuple[Any, 
             state._state_ctx.gradient_reduction_pending = False
         for group in _groups_of(state):
             group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
-            group._partial_reduce_output = None
             group._post_forward_indices.clear()
             if hasattr(group, "_post_backward_pending"):  # 2.15
                 group._post_backward_pending = False

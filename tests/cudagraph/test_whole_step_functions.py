@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch.nn import functional as F
-from whole_steps import adamw, assert_equal, batches, pair, sgd
+from whole_steps import adamw, assert_equal, batches, eager_step, pair, sgd
 
 import cudagraph
+from cudagraph.torch_private import cuda as torch_cuda
 
 
 def make(device, zero_first=True, set_to_none=True):
@@ -109,6 +112,142 @@ def test_gradients_that_add_up_over_calls(device):
                 each.step()
                 each.zero_grad()
     assert_equal(ours, eager)
+
+
+def accumulating(model, optimizer, state, set_to_none, rounds):
+    def step(x, y, updates=None):
+        loss = F.mse_loss(model(x), y) / rounds
+        loss.backward()
+        if state.updates if updates is None else updates:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("said_by", ["an argument", "a flag"])
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_calls_whose_gradients_add_up_to_one_update(device, rounds, said_by, set_to_none):
+    """The graph of the first call makes gradients that the graphs of the others use, each round anew."""
+    ours, optimizer, eager, eager_optimizer = pair(device, sgd)
+    state, held = types.SimpleNamespace(updates=False), []
+    step = cudagraph.whole_step(accumulating(ours, optimizer, state, set_to_none, rounds), state=state)
+    expected = accumulating(eager, eager_optimizer, state, set_to_none, rounds)
+    for i, (x, y) in enumerate(batches(device, 36)):
+        state.updates = i % rounds == rounds - 1
+        said = (state.updates,) if said_by == "an argument" else ()
+        assert torch.equal(step(x, y, *said), expected(x, y, *said).detach())
+        assert_equal(ours, eager)
+        for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None) and (a.grad is None or torch.equal(a.grad, b.grad))
+        if i == 20:
+            held = [[x.grad.view(-1) for x in each.parameters() if x.grad is not None] for each in (ours, eager)]
+        for a, b in zip(*held, strict=True) if held else ():
+            assert torch.equal(a, b)
+    assert step.refused == ""
+    # A replay of the first call moves gradients that are held, which torch can do twice from 2.13 on.
+    assert cudagraph.stats()["replays"] >= (33 if torch_cuda.can_swap() or not set_to_none else 25)
+
+
+def backward_and_update(device):
+    """A backward in each call, and an update as a step of its own."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 2).to(device)
+    optimizer = sgd(model)
+
+    def backward(x, y):
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    def update(x, y):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return x
+
+    return [model], [backward, backward, update]
+
+
+def generator_and_critic(device):
+    """The generator's loss leaves gradients on the critic, which drops them. The critic leaves those of the other."""
+    torch.manual_seed(1)
+    generator, critic = torch.nn.Linear(4, 4).to(device), torch.nn.Linear(4, 1).to(device)
+    optimizers = sgd(generator), sgd(critic)
+
+    def train_critic(x, y):
+        optimizers[1].zero_grad()
+        loss = F.softplus(-critic(x)).mean() + F.softplus(critic(generator(x).detach())).mean()
+        loss.backward()
+        optimizers[1].step()
+        return loss
+
+    def train_generator(x, y):
+        optimizers[0].zero_grad()
+        loss = F.softplus(-critic(generator(x))).mean()
+        loss.backward()
+        optimizers[0].step()
+        return loss
+
+    return [generator, critic], [train_critic, train_generator]
+
+
+@pytest.mark.parametrize("make", [backward_and_update, generator_and_critic])
+def test_steps_that_leave_each_other_gradients(device, make):
+    models, functions = make(device)
+    eager, expected = make(device)
+    steps = {f: cudagraph.whole_step(f) for f in functions}
+    data = [*batches(device, 30)]
+    for i, (x, y) in enumerate(data):
+        for step, other in zip([steps[f] for f in functions], expected, strict=True):
+            assert torch.equal(step(x, y), other(x, y)), i
+            for ours, theirs in zip(models, eager, strict=True):
+                assert_equal(ours, theirs)
+                for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+                    assert (a.grad is None) == (b.grad is None) and (a.grad is None or torch.equal(a.grad, b.grad)), i
+    assert not any(step.refused for step in steps.values())
+    stats = cudagraph.stats()
+    if torch_cuda.can_swap() or torch.device(device).type == "cuda":  # else replays give out copies of gradients
+        assert stats["recordings"] <= 4 and stats["replays"] >= len(data) * len(functions) - 4, stats
+
+
+def test_weights_that_are_frozen_in_each_second_call(device):
+    ours, optimizer, eager, eager_optimizer = pair(device, sgd)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
+    expected = eager_step(eager, F.mse_loss, eager_optimizer)
+    for i, (x, y) in enumerate(batches(device, 16)):
+        for model in (ours, eager):
+            model.first.requires_grad_(i % 2 == 0)
+        assert torch.equal(step(x, y), expected(x, y))
+        assert_equal(ours, eager)
+    assert step.refused == "" and cudagraph.stats()["recordings"] == 2 and cudagraph.stats()["replays"] == 14
+
+
+def test_a_flag_that_the_step_itself_sets_is_set_by_replays(device):
+    ours, optimizer, eager, eager_optimizer = pair(device, sgd)
+
+    def make_step(model, optimizer):
+        model.is_odd = False
+
+        def step(x, y):
+            model.is_odd = not model.is_odd
+            loss = F.mse_loss(model(x), y) * (0.5 if model.is_odd else 2.0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    step, expected = cudagraph.whole_step(make_step(ours, optimizer)), make_step(eager, eager_optimizer)
+    for i, (x, y) in enumerate(batches(device, 16)):
+        if i == 9:
+            ours.is_odd = eager.is_odd = False  # as in the call before
+        assert torch.equal(step(x, y), expected(x, y).detach()) and ours.is_odd is eager.is_odd
+        assert_equal(ours, eager)
+    assert step.refused == "" and cudagraph.stats()["recordings"] == 2 and cudagraph.stats()["replays"] >= 12
 
 
 def test_a_decorator_with_options(device):

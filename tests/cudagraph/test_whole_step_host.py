@@ -166,6 +166,14 @@ def test_hooks_of_a_parameter_are_seen():
     handle.remove()
 
 
+def test_another_object_is_named_by_its_kind():
+    first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    root = {"known": [first], "used": first}
+    before = HostState({"root": root}, "cuda")
+    root["used"] = second
+    assert before.differences(HostState({"root": root}, "cuda"))["root['used']"] == "it is another Linear now"
+
+
 def test_too_many_values_are_refused(monkeypatch):
     monkeypatch.setattr(host, "MOST_VALUES", 100)
     with pytest.raises(CannotCompare, match="depends on more than 100 host values, such as model"):

@@ -5,6 +5,7 @@ All cases run in one pair of processes, one after another; each test here looks 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -146,6 +147,39 @@ def ddp_views(rank):
 def ddp_no_sync(rank):
     step = trained_by(functools.partial(own_step_of, syncs=False), models(), rank)
     assert step.refused == "" and cudagraph.stats()["replays"] >= 5
+
+
+def ddp_static_graph(rank):
+    """Its reducer reads notes on the host, which the simulator can't tell from a read of the device."""
+    step = trained(models(static_graph=True), rank, steps=30)
+    is_graph = step.refused == "" and cudagraph.stats()["replays"] >= 5
+    assert is_graph or (device_type() == "cpu" and "_local_scalar_dense" in step.refused), step.refused
+
+
+def ddp_no_sync_outside(rank):
+    """Each second call is without an exchange. DDP notes in a flag which one the last call was."""
+    ours, eager = pair = models()
+
+    def make(model, optimizer):
+        def step(x, y):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            if model.require_backward_grad_sync:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        return step
+
+    step, expected = cudagraph.whole_step(make(ours, sgd(ours))), make(eager, sgd(eager))
+    for i in range(54):
+        with contextlib.ExitStack() as stack:
+            for each in pair if i % 2 == 0 else ():
+                stack.enter_context(each.no_sync())
+            assert torch.equal(step(*batch(i, rank)), expected(*batch(i, rank)).detach()), f"loss of step {i}"
+        for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(a, b), f"parameters after step {i}"
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 8, cudagraph.stats()
 
 
 def ddp_accumulate(rank):
@@ -439,6 +473,95 @@ def fsdp_schedule(rank):
     assert (step.refused, step.update_refused) == ("", "") and cudagraph.stats()["recordings"] == 1
 
 
+def fsdp_accumulates(rank):
+    """Gradients of three calls add up, unreduced, to those of an update. Flags of FSDP2, which the host sets, say so;
+    then the step sets them itself."""
+
+    def make(model, optimizer, within):
+        def step(x, y, last):
+            if within:
+                model.set_requires_gradient_sync(last)
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        return step
+
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)  # sums are kept elsewhere than gradients
+    for within, options in ((False, {}), (True, {}), (False, {"mp_policy": policy})):
+        cudagraph.reset()
+        ours, eager = pair = sharded(**options)
+        step, expected = cudagraph.whole_step(make(ours, sgd(ours), within)), make(eager, sgd(eager), within)
+        for i in range(18):
+            x, y = batch(i, rank)
+            last = i % 3 == 2
+            for model in pair if not within else ():
+                model.set_requires_gradient_sync(last)
+            assert torch.equal(step(x, y, last), expected(x, y, last)), f"loss of step {i}"
+            for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+                assert torch.equal(local(a), local(b)), f"parameters after step {i}"
+        assert step.refused == "" and cudagraph.stats()["replays"] >= 14, (step.refused, cudagraph.stats())
+
+
+def evaluated(pair, rank):
+    """Train a step of the first model, and run it without a graph after each third step, beside eager mode."""
+    ours, eager = pair
+    step, expected = cudagraph.whole_step(ours, F.mse_loss, sgd(ours)), eager_step(eager, F.mse_loss, sgd(eager))
+    for i in range(24):
+        x, y = batch(i, rank)
+        assert torch.equal(step(x, y), expected(x, y)), f"loss of step {i}"
+        if i % 3 == 2:
+            with torch.no_grad():
+                assert torch.equal(ours.eval()(x), eager.eval()(x)), f"evaluation after step {i}"
+            ours.train(), eager.train()
+    return step.refused, cudagraph.stats()
+
+
+def ddp_evaluated(rank):
+    """An evaluation changes a flag of DDP."""
+    refused, stats = evaluated(models(), rank)
+    assert refused == "" and (stats["recordings"], stats["replays"]) == (2, 12), stats
+
+
+def fsdp_evaluated(rank):
+    """An evaluation leaves the outermost parameters gathered, and a replay makes them stale."""
+    mesh, ours = init_device_mesh(device_type(), (2,)), model()
+    pair = ours, copy.deepcopy(ours)
+    for each in pair:
+        fully_shard(each.first, mesh=mesh)
+        fully_shard(each, mesh=mesh)
+    refused, stats = evaluated(pair, rank)
+    assert refused == "" and (stats["recordings"], stats["replays"]) == (1, 23), stats
+
+
+def fsdp_results(rank):
+    """The norm of all gradients is a DTensor, which the step returns and stores."""
+
+    def make(model, optimizer):
+        def step(x, y):
+            F.mse_loss(model(x), y).backward()
+            model.total = norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+        return step
+
+    ours, eager = sharded()
+    step, expected = cudagraph.whole_step(make(ours, sgd(ours))), make(eager, sgd(eager))
+    norms = []
+    for i in range(6):
+        norm, other = step(*batch(i, rank)), expected(*batch(i, rank))
+        norms.append((norm, other))
+        assert norm.placements == other.placements and torch.equal(local(ours.total), local(eager.total))
+    for norm, other in norms:  # later replays leave them as they are
+        assert torch.equal(norm.full_tensor(), other.full_tensor())
+    assert step.refused == "" and cudagraph.stats()["replays"] == 5
+
+
 def fsdp_fails(rank):
     """A capture that fails in the middle of a backward, on one rank, leaves modules that are sharded."""
     assert_refused_by_rank_1(sharded(), rank, steps=5)
@@ -460,15 +583,20 @@ def compare_compiled(pair, rank, steps):
 
 
 def fsdp_compiled(rank):
-    """Blocks are compiled and sharded; what they save is in float8."""
-    pair, mesh = compiled_models(aot_hooks.float8()), init_device_mesh(device_type(), (2,))
-    for each in pair:
-        for block in each[1:3]:
-            fully_shard(block, mesh=mesh)
-        fully_shard(each, mesh=mesh)
-    compare_compiled(pair, rank, steps=7)
-    plans = aot_hooks.last_plans(pair[0])
-    assert plans and all(plan.packed_bytes < plan.saved_bytes for plan in plans)
+    """Blocks are compiled and sharded; what they save is in float8, under a budget, or in host memory."""
+    offload = aot_hooks.policies.everything(aot_hooks.offload(min_bytes=1, max_stall_ms=float("inf")))
+    policies = [aot_hooks.float8(), aot_hooks.budget(max_slowdown=float("inf"))]
+    for policy in (*policies, offload) if device_type() == "cuda" else policies:  # a CPU's replay can't repeat copies
+        cudagraph.reset()
+        torch._dynamo.reset()
+        pair, mesh = compiled_models(policy), init_device_mesh(device_type(), (2,))
+        for each in pair:
+            for block in each[1:3]:
+                fully_shard(block, mesh=mesh)
+            fully_shard(each, mesh=mesh)
+        compare_compiled(pair, rank, steps=8)
+        plans = aot_hooks.last_plans(pair[0])
+        assert plans and all(plan.packed_bytes < plan.saved_bytes for plan in plans)
 
 
 def ddp_compiled(rank):
@@ -555,10 +683,11 @@ def gone(rank):
 
 
 CASES = (
-    ddp, ddp_views, ddp_no_sync, ddp_accumulate, ddp_hook, other_shapes, own_collective, fails_on_one_rank,
-    refused_on_one_rank, refused_in_the_first_call, group_ends, local_step, talks_each_fourth_call, talks_later,
-    uncounted, talks_on_the_host, find_unused, fsdp, fsdp_mixed, fsdp_own_step, fsdp_schedule, fsdp_fails,
-    fsdp_saved_and_loaded, fsdp_events, tensor_parallel, timed_again, all_groups_end, gone,
+    ddp, ddp_views, ddp_no_sync, ddp_no_sync_outside, ddp_static_graph, ddp_accumulate, ddp_hook, other_shapes,
+    own_collective, fails_on_one_rank, refused_on_one_rank, refused_in_the_first_call, group_ends, local_step,
+    talks_each_fourth_call, talks_later, uncounted, talks_on_the_host, find_unused, fsdp, fsdp_mixed, fsdp_own_step,
+    fsdp_schedule, fsdp_accumulates, fsdp_results, fsdp_evaluated, ddp_evaluated, fsdp_fails, fsdp_saved_and_loaded,
+    fsdp_events, tensor_parallel, timed_again, all_groups_end, gone,
 )  # fmt: skip
 
 
@@ -641,6 +770,33 @@ def test_compiled_blocks_on_two_ranks(tmp_path_factory, case, device):
     folder = tmp_path_factory.mktemp(device)
     run_ranks(work, folder, str(folder), [case.__name__], device=device, limit_s=200)
     assert_ended(folder, case)
+
+
+def raises_in_a_capture(rank):
+    """And again in the call as it is, which follows. The other rank waits for it in the backward."""
+    if device_type() == "cpu":
+        on_simulator(pytest.MonkeyPatch())
+    ours, _ = models()
+    state = types.SimpleNamespace(call=0)
+
+    def loss_fn(out, y):
+        if rank == 1 and state.call == 15:
+            raise ValueError("planted")
+        return F.mse_loss(out, y)
+
+    step = cudagraph.whole_step(ours, loss_fn, sgd(ours), state=state)
+    for i in range(STEPS):
+        state.call = i // 15 * 15
+        float(step(*batch(i, rank)))
+    raise AssertionError("nobody has missed the rank that raised")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_rank_that_raises_ends_the_other_in_bounded_time(tmp_path, device):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    waits, raised = run_ranks(raises_in_a_capture, tmp_path, device=device, limit_s=90)
+    assert "planted" in raised.error and waits.failed and waits.exit_code is not None, (waits, raised)
 
 
 def dies_in_a_replay(rank):

@@ -284,9 +284,12 @@ class GatheringPool:
 
 
 def raw(x: torch.Tensor, arena: Arena) -> torch.Tensor:
-    """A tensor over the same memory that keeps no block of the arena allocated, nor what the capture was lent."""
+    """A tensor over the same memory that keeps no block of an arena allocated, nor what the capture was lent."""
     capture = capturing()
-    if not arena.contains(x) and (capture is None or x.untyped_storage().data_ptr() not in capture.held | capture.lent):
+    arenas = [arena] if arena.driver is None else arena.driver.pools
+    if not any(each.contains(x) for each in arenas) and (
+        capture is None or x.untyped_storage().data_ptr() not in capture.held | capture.lent
+    ):
         return x.detach()
     storage = x.untyped_storage()
     return tensor_on(torch_cuda.storage_at(storage.data_ptr(), CPU, storage.nbytes()), layout_of(x))

@@ -68,6 +68,10 @@ class Net(nn.Module):
             "temperature": 0.0,
             "decides": False,
             "stores": "",
+            "rounds": 1,
+            "updates": True,
+            "toggles": False,
+            "is_odd": False,
         }
         self.layers = [F.relu, torch.tanh]
         self.kept: Any = None
@@ -82,6 +86,9 @@ class Net(nn.Module):
         for i in self.options["order"]:
             x = self.layers[i](x)
         x = self.last(self.dropout(x)) * self.options["scale"] / (1 + self.options["temperature"])
+        if self.options["toggles"]:
+            self.options["is_odd"] = not self.options["is_odd"]
+            x = x * 0.5 if self.options["is_odd"] else x
         if self.options["decides"] and self.options["calls"] % 4 > 1:
             x = x * 0.5
         self.store(x)
@@ -168,7 +175,7 @@ def function_of(side: Side, form: str, on_host: str, *, talks: bool = False) -> 
                 if p.grad is not None:
                     dist.all_reduce(p.grad)
                     p.grad.mul_(0.5)
-        if "adds" not in form:
+        if "adds" not in form and model.options["updates"]:
             for each in (*optimizers, *side.schedulers):
                 each.step()
             if not first:
@@ -344,6 +351,7 @@ class Program:
         more = random.Random(seed * 31 + 7)
         self.schedule, stores = more.choice(SCHEDULES), more.choice(STORES)
         more_options = {"stores": stores, "count": more.random() < 0.2, "decides": more.random() < 0.3}
+        more_options |= {"rounds": more.choice([1, 1, 2, 3]), "toggles": more.random() < 0.15}
         for side in sides:
             side.model.options.update(more_options)
         self.done.append((self.schedule, more_options))
@@ -355,6 +363,9 @@ class Program:
                 self.change()
             for side in (self.ours, self.eager) if self.schedule else ():
                 scheduled(side, self.schedule, self.world.values[i % len(VALUES)])
+            for side in (self.ours, self.eager):  # gradients of some calls add up to one update
+                rounds = side.model.options["rounds"]
+                side.model.options["updates"] = i % rounds == rounds - 1
             self.call(i)
         for ours, expected in self.results:
             same(ours, expected, "a result, later")
