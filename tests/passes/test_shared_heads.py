@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aot_hooks import budget, lossless, partitioner
 from aot_hooks.graphs.workspaces import workspace_bytes
@@ -157,3 +158,33 @@ def test_gradients_of_each_head_count_while_attention_adds_them_up(shared: int, 
         node.meta["val"] = value
     backward = graph.call_function(aten._scaled_dot_product_cudnn_attention_backward.default, tuple(nodes))
     assert workspace_bytes(backward) == (2 + more_mib) * 2**20 + 4 * 2 * HEADS * 512
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["CUDNN_ATTENTION", "FLASH_ATTENTION"])
+def test_kernels_of_cuda_read_shared_heads(kernel: str) -> None:
+    """With the numbers that repeated heads give, and with no more memory than a plan counts."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, gradient = (
+        torch.randn(2, n, 4096, 128, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for n in (32, 4, 4, 32)
+    )
+
+    def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (y.repeat_interleave(8, dim=1) for y in (k, v))
+        return F.scaled_dot_product_attention(q.cos(), k, v, is_causal=True)
+
+    with sdpa_kernel(SDPBackend[kernel]):
+        fn = compiled(repeated, EXACTLY, "inductor")
+        both = [f(q, k, v) for f in (fn, repeated)]
+        found, expected = ([y, *torch.autograd.grad(y, (q, k, v), gradient)] for y in both)
+        for a, b in zip(found, expected, strict=True):
+            assert float((a.float() - b.float()).norm() / b.float().norm()) <= 0.01
+        del both, found, expected, a, b
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        made = torch.autograd.grad(y, (q, k, v), gradient)
+        taken = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in made)
+    print(kernel, taken / 2**20, "MiB beside the gradients")
+    assert taken <= 1.01 * (4 * (q.numel() + q.numel() // 128) + 2 * q.nbytes)
