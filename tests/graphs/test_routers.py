@@ -62,6 +62,17 @@ def dropless(x: Tensor, score: Tensor, expert: Tensor, gate: Tensor, up: Tensor,
     return torch.zeros_like(x).index_add(0, order // CHOSEN, y)
 
 
+def scored_before(x: Tensor, score: Tensor, expert: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """As in torchtitan: rows are gathered by numbers of elements, and scaled before their products."""
+    order = expert.reshape(-1).argsort(stable=True)
+    ends = F.one_hot(expert.reshape(-1), EXPERTS).sum(0).cumsum(0).to(torch.int32)
+    token = (order // CHOSEN)[:, None].expand(-1, WIDTH)
+    rows = (x.gather(0, token) * score.reshape(-1)[order][:, None]).bfloat16()
+    gate, up, down = (w.bfloat16() for w in (gate, up, down))
+    y = F.silu(F.grouped_mm(rows, gate, offs=ends)) * F.grouped_mm(rows, up, offs=ends)
+    return torch.zeros_like(x).scatter_add(0, token, F.grouped_mm(y, down, offs=ends).to(x.dtype))
+
+
 def with_capacity(x: Tensor, score: Tensor, expert: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """An expert takes its first rows, and drops those beyond its capacity."""
     chosen = F.one_hot(expert.reshape(-1), EXPERTS)
@@ -107,10 +118,11 @@ def step(fn: Callable[..., tuple[Tensor, Tensor]], policy: Any) -> tuple[list[Te
     return [*torch.autograd.grad(loss, weights), loss.detach()], expert
 
 
-QUICK = ((normalized, dropless), (sigmoid, with_capacity))
+QUICK = ((normalized, dropless), (sigmoid, with_capacity), (sigmoid, scored_before))
 CASES = [
     (router, rows) for router in (softmax, normalized, of_the_chosen, sigmoid) for rows in (dropless, with_capacity)
 ]
+CASES.append((sigmoid, scored_before))
 
 
 @pytest.mark.parametrize(
