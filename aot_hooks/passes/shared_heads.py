@@ -5,8 +5,8 @@
       after     attention(q, k, v), whose backward returns dk                           as with `enable_gqa=True`
 
 Models repeat them by hand for the kernels that don't know shared heads; these ones do. In blocks of Qwen3-30B-A3B's
-shape that takes 224 of 256 MiB of the backward's attention. The outputs are the same, and sums over heads have other
-last digits.
+shape 256 MiB of keys and values become 32, and as many of their gradients, which flash attention makes for each head
+first: 256 MiB inside. The outputs are the same, and sums over heads have other last digits.
 """
 
 from __future__ import annotations
