@@ -45,6 +45,7 @@ from .passes.regions import RegionRow
 from .passes.results import save_results
 from .passes.rewrite import RewriteOptions, form_of, rewrite
 from .passes.row_scales import scale_gradients
+from .passes.shared_heads import share_heads
 from .passes.tile import Tiled, tiled
 from .passes.units import Tracer, tracer
 from .planning.assignment import Assignment
@@ -131,6 +132,7 @@ class PlanningPartition:
             rounding = may_round(hooks)
             gather_gradients(joint, sums=rounding)
             if rounding:
+                share_heads(joint)
                 free = is_budget(hooks.setting) or self.options.recompute_pointwise
                 scale_gradients(joint, saves_input=not free)
         if not nested:

@@ -85,12 +85,20 @@ def _slice_of_sums(node: Node) -> int:
 
 def _attention_backward(node: Node) -> int:
     """On CUDA the gradient of the queries is summed in float32, with a float32 for each of their rows. Measured on an
-    H200 for cuDNN's, flash and memory-efficient attention."""
-    queries = node.args[1].meta.get("val") if len(node.args) > 1 and isinstance(node.args[1], Node) else None
+    H200 for cuDNN's, flash and memory-efficient attention.
+
+    Where heads share keys and values, flash attention makes their gradients for each head first, and adds these up. It
+    does so in its source; that cuDNN's takes no more was not measured.
+    """
+    queries, *shared = [n.meta.get("val") if isinstance(n, Node) else None for n in node.args[1:4]] or [None]
     if not isinstance(queries, torch.Tensor) or queries.device.type != "cuda":
         return 0
     count = torch_values.hint(queries.numel())
-    return 4 * (count + count // max(1, torch_values.hint(queries.shape[-1])))
+    nbytes = 4 * (count + count // max(1, torch_values.hint(queries.shape[-1])))
+    for value in shared if target_name(node).startswith("aten._scaled") else ():
+        if isinstance(value, torch.Tensor) and value.shape[1] != queries.shape[1]:  # [batch, heads, length, width]
+            nbytes += tensor_bytes(value) // value.shape[1] * queries.shape[1]
+    return nbytes
 
 
 def _convolution(node: Node, x: Any, w: Any, y: Any, backward: bool = False) -> int:

@@ -9,11 +9,16 @@
 So a mixture of experts sorts each token's 8 copies by expert, and takes the results back. To add rows of bfloat16 a GPU
 sorts the indices once more and runs a kernel of its own, whose operands are in memory; a gather is fused. The numbers
 are the same, but for sums, which are rounded once and not after each row, and for the sign of zeros.
+
+If two products read x, as the gate and the up projection of experts do, dx is a sum. Each term is gathered by itself
+then, at once, so only one has all its rows in memory: (a + b)[back] ... .sum(1) is a[back] ... .sum(1) + b[back] ...
 """
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,21 +79,46 @@ def _replace(put: Node, sums: bool) -> bool:
         return False
     if found.divisor > 1 and not sums:
         return False
-    with put.graph.inserting_before(put), described_as(put):  # torch marks what belongs to the backward
-        made = rows if found.permutation is None else _gathered(put.graph, rows, found.permutation)
-        if found.divisor > 1:
-            made = call(put.graph, _aten.view.default, made, [-1, found.divisor, *width])
-            made = call(put.graph, _aten.sum.dim_IntList, made, [1])
-    put.replace_all_uses_with(made)
-    put.graph.erase_node(put)
+    graph = put.graph
+    with described_as(put):  # torch marks what belongs to the backward
+        with graph.inserting_before(put):
+            back = None if found.permutation is None else _inverse(found.permutation)
+            if back is None and found.permutation is not None:  # index_put would sort, too
+                back = call(graph, operator.getitem, call(graph, _aten.sort.default, found.permutation), 1)
+        terms = _terms(rows) if found.divisor > 1 else [rows]
+        made = [_summed(put, term, back, (found.divisor, *width)) for term in terms]
+        with graph.inserting_before(put):
+            result = functools.reduce(functools.partial(call, graph, _aten.add.Tensor), made)
+    put.replace_all_uses_with(result)
+    graph.erase_node(put)
     return True
 
 
-def _gathered(graph: Graph, rows: Node, permutation: Node) -> Node:
-    """A tensor that has in row `permutation[j]` what `rows` has in row j."""
-    back = _inverse(permutation)
-    if back is None:  # index_put would sort, too
-        back = call(graph, operator.getitem, call(graph, _aten.sort.default, permutation), 1)
+def _terms(rows: Node) -> list[Node]:
+    """The terms of `rows`, if it is a sum that nothing else reads, as of gradients by two products. Each is summed up
+    by itself, so no two of them are in memory at the same time."""
+    terms, readers = rows.all_input_nodes, [n for n in rows.users if target_name(n) not in _ZEROS]
+    if target_name(rows) != "aten.add.Tensor" or rows.kwargs or len(readers) > 1 or len(terms) != 2:
+        return [rows]
+    value = rows.meta["val"]
+    alike = all(n.meta["val"].shape == value.shape and n.meta["val"].dtype == value.dtype for n in terms)
+    return [each for term in terms for each in _terms(term)] if alike else [rows]
+
+
+def _summed(put: Node, rows: Node, back: Node | None, sizes: Sequence[int]) -> Node:
+    """`rows` in the order `back`, and of each `sizes[0]` of them the sum: before `put`, as soon as both are there."""
+    graph, made, (divisor, *width) = put.graph, rows, sizes
+    with graph.inserting_before(put if rows.op == "placeholder" else max(rows, back or rows).next):
+        if back is not None:
+            made = _gathered(graph, rows, back)
+        if divisor > 1:
+            made = call(graph, _aten.view.default, made, [-1, divisor, *width])
+            made = call(graph, _aten.sum.dim_IntList, made, [1])
+    return made
+
+
+def _gathered(graph: Graph, rows: Node, back: Node) -> Node:
+    """A tensor that has in row j what `rows` has in row `back[j]`."""
     repeated = _repeated(rows)
     if repeated is not None:
         rows, times = repeated

@@ -214,7 +214,8 @@ class Graph:
             mode = Mode.PLANNED if found[0].in_step is not None else self.mode
             growth = 1 / self.share_of(sizes)
             nbytes, ms = Bytes.total(map(own_bytes, found)).times(growth), sum(plan.after_ms for plan in found)
-            version = Version(self, mode, nbytes, ms=ms)
+            drops_others = any(plan.recipe is not None and plan.recipe.drops_others for plan in found)
+            version = Version(self, mode, nbytes, ms=ms, drops_others=drops_others)
             self.group.compiled(plans)
             if mode is Mode.PLANNED:
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
@@ -243,6 +244,16 @@ class Graph:
                 one = len(plans) == 1 and growth == 1
                 self.least, self.least_ms = version.nbytes, plans[0].after_ms if one else 0.0
             return version
+
+    def note_peak(self, nbytes: int) -> None:
+        """The step takes `nbytes`, as predicted: have the plans say so. A plan counts the shares of graphs that were
+        planned after it, which may take less."""
+        for shown, known in self.listed:
+            for plan in [*known]:
+                if plan.in_step is not None and plan.in_step.elsewhere_bytes > nbytes:
+                    lower = replace(plan, in_step=replace(plan.in_step, elsewhere_bytes=nbytes))
+                    for each in (shown, known):
+                        each[:] = [lower if one is plan else one for one in each]
 
     def compile_again(self, mode: Mode) -> None:
         """Have the next calls compile the graph again for `mode`. Nothing changes if they can't."""
@@ -395,7 +406,7 @@ class Group:
             outputs,
             functools.partial(recorder.drop, call),
             functools.partial(self.on_backward_end, recorder, call),
-            functools.partial(self.on_retained, step),
+            functools.partial(self.on_backward_begin, step, call),
         )
 
     def on_backward_end(self, recorder: Recorder, call: Call) -> None:
@@ -404,9 +415,13 @@ class Group:
             if recorder.reads(call) and recorder.step.release(call) and not recorder.step.holding:
                 recorder.end()
 
-    def on_retained(self, step: Step) -> None:
-        """Warn if a second backward, beside all saved tensors, would exceed the peak. Called before the first one."""
+    def on_backward_begin(self, step: Step, call: Call, retains: bool) -> None:
+        """Note what of the call's outputs is free. If a second backward may come (`retains`), warn if that one, beside
+        all saved tensors, would exceed the peak."""
         with _lock:
+            if not retains:
+                call.freed_bytes = sum(nbytes for memory, nbytes in call.returned if memory.expired())
+                return
             calls = [call.what.nbytes for call in step.calls]
             held, working = sum(c.held for c in calls), max((c.backward - c.held for c in calls), default=0)
             if held + working > self.peak_bytes and not self.warned_of_retained:
@@ -446,7 +461,8 @@ class Group:
             for graph in {version.graph for version in trace.calls}:
                 graph.frees_inputs = frees_inputs(step, graph)
             gathered += max(step.eager_bytes - gathered_first, 0)
-            self.plan_or_accept(step, trace, lambda key: instants_of(trace, key, gradients, gathered))
+            freed = [0 if call.what.drops_others else call.freed_bytes for call in step.calls]
+            self.plan_or_accept(step, trace, lambda key: instants_of(trace, key, gradients, gathered, freed))
 
     def plan_or_accept(self, step: Step, trace: Trace, instants: Callable[..., list[Instant]]) -> None:
         """Accept a `step` that fits, or that no plan can make smaller; else have its graphs compiled again.
@@ -462,6 +478,9 @@ class Group:
         if taken <= self.peak_bytes and bounded and all(version.mode is not Mode.LEAST for version in versions):
             self.accepted.append(known)
             self.predicted, self.check = taken, self.check or self.unplanned_check
+            if len(self.traces) == 1 and self.has_plan_for(of_graphs):
+                for graph in graphs:
+                    graph.note_peak(taken)
             self.measure(step)
         elif all(v.mode is v.graph.mode is Mode.PLANNED for v in versions) and self.has_plan_for(of_graphs):
             self.accepted.append(known)  # nothing is tighter, which was a warning when it was compiled

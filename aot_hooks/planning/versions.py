@@ -31,6 +31,7 @@ class Version:
         loose_calls: how many may run this one at the same time, if there is a tight one.
         is_tight: it is such a version.
         ms: the predicted time of a call, in milliseconds.
+        drops_others: its bytes count outputs beside the loss as dropped before the backward.
     """
 
     graph: Any
@@ -41,6 +42,7 @@ class Version:
     loose_calls: int = 0
     is_tight: bool = False
     ms: float = 0.0
+    drops_others: bool = False
 
     def for_next_call(self, step: Step) -> Version:
         """The version for the next call in `step`: the tight one, until all planned tight calls hold saved tensors.

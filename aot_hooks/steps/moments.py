@@ -28,6 +28,7 @@ class Instant:
         holding: how many other calls hold their saved tensors meanwhile, by graph.
         gradient_bytes: gradients of parameters that earlier backwards left.
         gathered_bytes: parameters that are gathered for a while, as with FSDP2.
+        freed_bytes: what the call returned, if nothing holds it any more: the bytes of its backward contain it.
     """
 
     phase: str
@@ -35,21 +36,28 @@ class Instant:
     holding: Mapping[Any, int]
     gradient_bytes: int = 0
     gathered_bytes: int = 0
+    freed_bytes: int = 0
 
     def nbytes(self, of: Callable[[Any], Bytes]) -> int:
         """The most that is alive, with the bytes that `of` returns for a call of a graph."""
         held = sum(count * of(graph).held for graph, count in self.holding.items())
-        return int(getattr(of(self.runs), self.phase)) + held + self.gradient_bytes + self.gathered_bytes
+        others = held + self.gradient_bytes + self.gathered_bytes - self.freed_bytes
+        return int(getattr(of(self.runs), self.phase)) + others
 
 
 def instants_of(
-    trace: Trace, key: Callable[[Any], Any], gradient_bytes: Sequence[int] = (), gathered_bytes: int = 0
+    trace: Trace,
+    key: Callable[[Any], Any],
+    gradient_bytes: Sequence[int] = (),
+    gathered_bytes: int = 0,
+    freed_bytes: Sequence[int] = (),
 ) -> list[Instant]:
     """The instants of a trace, with a `key` for what runs in a call.
 
     Args:
         gradient_bytes: those that earlier backwards left, at each event; (): none.
         gathered_bytes: of the parameters that are gathered.
+        freed_bytes: of each call, what it returned and nothing holds any more when its backward begins; (): nothing.
     """
     keys = [key(what) for what in trace.calls]
     instants: list[Instant] = []
@@ -67,7 +75,8 @@ def instants_of(
             release(dropped.pop()[0])
         release(event.call)
         gradients = gradient_bytes[i] if gradient_bytes else 0
-        instants.append(Instant(event.phase.value, keys[event.call], +holding, gradients, gathered_bytes))
+        freed = freed_bytes[event.call] if freed_bytes and event.phase is Phase.BACKWARD else 0
+        instants.append(Instant(event.phase.value, keys[event.call], +holding, gradients, gathered_bytes, freed))
         if event.phase is Phase.FORWARD:
             held.add(event.call)
             holding[keys[event.call]] += 1

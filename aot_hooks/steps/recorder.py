@@ -98,6 +98,8 @@ class Call:
         parameters: weak references to the parameters that it reads, if its step notes them.
         accumulates: for each of these, whether it had a gradient by then.
         outputs: likewise, to tensors with a gradient that it returned.
+        returned: the memory of these, but for that of inputs, and its bytes.
+        freed_bytes: those of `returned` that nothing held any more when its backward began.
         inputs: the memory of other tensors with a gradient that it reads.
         is_chained: a call of the same graph returned all these.
     """
@@ -110,6 +112,8 @@ class Call:
     accumulates: Sequence[bool] = ()
     inputs: Sequence[StorageWeakRef] = ()
     outputs: Sequence[weakref.ref[torch.Tensor]] = ()
+    returned: Sequence[tuple[StorageWeakRef, int]] = ()
+    freed_bytes: int = 0
     is_chained: bool = False
 
 
@@ -168,6 +172,13 @@ def _as_it_is(what: Any) -> Hashable:
     return what  # type: ignore[no-any-return]
 
 
+def _memory_of(tensors: Iterable[torch.Tensor], beside: Iterable[torch.Tensor]) -> list[tuple[StorageWeakRef, int]]:
+    """The storages of plain `tensors`, but for those of `beside`, and their bytes."""
+    plain = [x.untyped_storage() for x in tensors if type(x) is torch.Tensor]
+    known = {StorageWeakRef(x.untyped_storage()) for x in beside}
+    return [*{ref: (ref, s.nbytes()) for s in plain if (ref := StorageWeakRef(s)) not in known}.values()]
+
+
 @dataclass(eq=False)
 class Recorder:
     """The steps of one thread, or of one device.
@@ -211,11 +222,14 @@ class Recorder:
             step = self.step
             call = Call(step.number, len(step.calls), what)
             if step.notes_parameters:
+                inputs = [*inputs]
                 made, leaves = ([x for x in inputs if x.is_leaf == leaf] for leaf in (False, True))
                 call.parameters = [*map(weakref.ref, leaves)]
                 call.accumulates = [x.grad is not None for x in leaves]
                 call.inputs = [StorageWeakRef(x.untyped_storage()) for x in made]
+                outputs = [*outputs]
                 call.outputs = [*map(weakref.ref, outputs)]
+                call.returned = _memory_of(outputs, beside=inputs)
                 same = (other for other in step.calls if self.kind_of(other.what) == self.kind_of(what))
                 known = {id(x) for other in same for ref in other.outputs if (x := ref()) is not None}
                 call.is_chained = known.issuperset(map(id, made))

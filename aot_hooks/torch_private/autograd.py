@@ -257,7 +257,7 @@ def at_end_of_backward(
     outputs: Any,
     on_release: Callable[[], None],
     on_run: Callable[[], None] | None = None,
-    on_retained: Callable[[], None] = lambda: None,
+    on_begin: Callable[[bool], None] = lambda retains: None,
 ) -> bool:
     """Call `on_release` once when the saved tensors of the graph that returned `outputs` are released.
 
@@ -265,13 +265,13 @@ def at_end_of_backward(
 
     Args:
         on_run: called in place of `on_release` when the backward has run for the first time.
-        on_retained: called before that if that backward keeps the saved tensors, as with `retain_graph=True`.
+        on_begin: called when that backward begins: with whether it keeps the saved tensors (`retain_graph=True`).
     """
     if (node := node_behind(outputs)) is None:
         return False
     token = _Token()
     once = weakref.finalize(token, on_release)
-    node.register_prehook(functools.partial(_begins, id(node), token, once, on_run or on_release, on_retained))
+    node.register_prehook(functools.partial(_begins, id(node), token, once, on_run or on_release, on_begin))
     return True
 
 
@@ -281,14 +281,13 @@ def _begins(
     token: _Token,
     once: weakref.finalize[..., Any],
     call: Callable[[], None],
-    on_retained: Callable[[], None],
+    on_begin: Callable[[bool], None],
     *_: Any,
 ) -> None:
     """The backward of the node begins: `call` comes when it has run. See `at_end_of_backward` for the arguments."""
     if not once.alive:  # it runs again
         return
-    if keeps_graph():
-        on_retained()
+    on_begin(keeps_graph())
 
     def ended() -> None:
         if once.detach() is not None:

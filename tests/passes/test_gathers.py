@@ -130,7 +130,7 @@ def test_rows_of_an_unpacked_tensor_are_gathered_from_it() -> None:
     exact, _ = step(fn, KEEP)
     found, plan = step(fn, only_these_ops({aten.index.Tensor: float8()}))
     assert len(gathered(plan)) == 1
-    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+    assert total_error(found, exact) <= 1e-6  # not rounded; a policy that may round also changes the order of sums
 
 
 def test_functions_of_a_user_are_applied_to_gathered_rows() -> None:

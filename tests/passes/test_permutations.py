@@ -51,6 +51,19 @@ def without_inverse(x: Tensor, w: Tensor) -> Tensor:
     return x.sin()[experts(x).argsort() // TIMES] @ w
 
 
+def by_two_products(x: Tensor, w: Tensor) -> Tensor:
+    """As of experts with a gate: the gradient of the rows is a sum."""
+    order = experts(x).argsort()
+    rows = x.sin()[order // TIMES]
+    y = (rows @ w).sin() * (rows @ w.t())
+    return y[order.argsort()].unflatten(0, (-1, TIMES)).sum(1)
+
+
+def of_the_output(x: Tensor, w: Tensor) -> Tensor:
+    """The rows' gradient is that of the output, an input of the backward."""
+    return (x @ w).sin()[torch.arange(len(x)).repeat_interleave(TIMES)]
+
+
 def any_rows(x: Tensor, w: Tensor) -> Tensor:
     return x.sin()[experts(x)] @ w
 
@@ -98,7 +111,13 @@ EXACTLY = Hook("as it is", lambda x: x.clone(), lambda x: x, lossy=True)  # so t
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     ("layer", "added"),
-    [(by_quotients, (2, 0)), (by_selection, (2, 0)), (by_tokens, (3, 0)), (without_inverse, (1, 0))],
+    [
+        (by_quotients, (2, 0)),
+        (by_selection, (2, 0)),
+        (by_tokens, (3, 0)),
+        (without_inverse, (1, 0)),
+        (by_two_products, (2, 0)),
+    ],
 )
 def test_rows_of_a_permutation_are_gathered(puts: Any, layer: Layer, added: tuple[int, int], dynamic: bool) -> None:
     fn = compiled(layer, EXACTLY)
@@ -109,6 +128,22 @@ def test_rows_of_a_permutation_are_gathered(puts: Any, layer: Layer, added: tupl
         for found, exact in zip(gradients(fn, args), gradients(layer, args), strict=True):
             torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-13)
     assert puts == [added]
+
+
+def test_rows_of_two_products_are_not_in_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    gather = partitioner.gather_gradients
+
+    def noted(joint: GraphModule, **named: Any) -> None:
+        gather(joint, **named)
+        names.extend(n.name for n in joint.graph.nodes if n.target in (aten.mm.default, aten.sum.dim_IntList))
+
+    monkeypatch.setattr(partitioner, "gather_gradients", noted)
+    args = arguments()
+    found_by_two = gradients(compiled(by_two_products, EXACTLY), args)
+    for found, exact in zip(found_by_two, gradients(by_two_products, args), strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-13)
+    assert [name.partition("_")[0] for name in names] == "mm mm sum mm mm sum mm mm sum".split()
 
 
 @pytest.mark.parametrize("layer", [any_rows, part_of_the_rows])
