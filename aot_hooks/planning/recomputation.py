@@ -9,7 +9,6 @@ A chain has only operators that are known to give the same result again.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch.fx import Graph, Node
 
 from ..graphs.backward_reads import BackwardReads
 from ..graphs.lifetimes import fuses, on_cuda
-from ..graphs.nodes import storage_bytes, storage_of
+from ..graphs.nodes import once_for_each_target, storage_bytes, storage_of
 from ..graphs.repeats import draws
 from ..graphs.roofline import LAUNCH_MS, has_formula
 from ..graphs.saved import SavedValue
@@ -246,15 +245,18 @@ def _repeatable(node: Node) -> bool:
     if node.target is operator.getitem:
         return True
     target: Any = node.target
-    if node.op != "call_function" or not is_operator(target) or target.namespace not in ("aten", "prims"):
-        return False
-    if node.is_impure(impure_random=False) or target._schema.is_mutable or draws(node):
+    if node.op != "call_function" or not _is_functional(target) or draws(node):
         return False
     if target is torch.ops.aten.index.Tensor:  # by a mask, the result has a new size each time
         return all(n.meta["val"].dtype in (torch.int32, torch.int64) for n in node.all_input_nodes[1:])
     return _is_known(target) or fuses(node) or has_formula(node)
 
 
-@functools.cache  # operators are few
+@once_for_each_target
+def _is_functional(target: Any) -> bool:
+    return is_operator(target) and target.namespace in ("aten", "prims") and not target._schema.is_mutable
+
+
+@once_for_each_target
 def _is_known(target: Any) -> bool:
     return str(target).split(".")[1] in _REPEATABLE or torch.Tag.reduction in target.tags
