@@ -216,7 +216,7 @@ def _step_of(
     if "recompute" in allow:
         numbers: dict[Any, int | None] = {storage_of(v.fw_node): None for v in cross.tensors}  # None: no value
         numbers |= {storage_of(group[0].fw_node): i for i, group in enumerate(groups)}
-        values = _with_begins(with_recompute(values, groups, numbers, times[0], gone))
+        values = _with_begins(with_recompute(values, groups, numbers, both[0].keys, times[0], gone))
     step = Step(
         tuple(p.live_bytes for p in points),
         tuple(values),
