@@ -450,7 +450,7 @@ def _whole_steps() -> list[Goal]:
     )
     world = "a world model's step in one graph"
 
-    def of_kernels(way: str) -> Value:
+    def of_kernels(way: str) -> Any:
         """The time of a step over that of the kernels in its graph, by the profiler."""
         return lambda r: r["rows"][0]["us"][way] / r["rows"][0]["in_graph"][way]["us"]
 

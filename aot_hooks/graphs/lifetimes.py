@@ -175,6 +175,7 @@ def alive_along(
     nbytes: Callable[[Node], int] = lambda node: storage_bytes(node.meta["val"]),
     packed: Mapping[Node, int] = MappingProxyType({}),
     kernels: Kernels | None = None,
+    key_of: Callable[[Node], Any] = storage_of,
 ) -> list[int]:
     """The bytes of the `counted` storages that are alive at each of `nodes`.
 
@@ -182,7 +183,9 @@ def alive_along(
     in `to_end`. From its last reader on, a node in `packed` counts the bytes given there. With `kernels` a storage
     lives from its kernel on, and a kernel may write over one tensor that it reads last.
     """
-    first, last = lifetimes(nodes, counted, to_end=to_end, last_reader=last_reader, nbytes=nbytes, kernels=kernels)
+    first, last = lifetimes(
+        nodes, counted, to_end=to_end, last_reader=last_reader, nbytes=nbytes, kernels=kernels, key_of=key_of
+    )
     over = {} if kernels is None else dict(kernels.reuses(first, last))
     for key, taken in (over | _sums_in_place(nodes, first, last)).items():
         last[taken] = first[key][0] - 1
@@ -216,6 +219,7 @@ def lifetimes(
     last_reader: Mapping[Node, int],
     nbytes: Callable[[Node], int],
     kernels: Kernels | None,
+    key_of: Callable[[Node], Any] = storage_of,
 ) -> tuple[dict[Any, tuple[int, int, Node]], dict[Any, int]]:
     """Two dicts by storage: (first position, bytes, first node), and the last reader's position. See `alive_along`.
 
@@ -225,7 +229,7 @@ def lifetimes(
     last: dict[Any, int] = {}
     position = {node: i for i, node in enumerate(nodes)} if kernels is None else kernels.at
     for i, node in enumerate(nodes):
-        if (key := storage_of(node)) is not None and key in counted:
+        if (key := key_of(node)) is not None and key in counted:
             if key not in first:
                 made: Any = node.args[0] if node.target is operator.getitem else node
                 first[key] = (position[made], nbytes(node), node)
@@ -233,7 +237,12 @@ def lifetimes(
     return first, last
 
 
-def last_readers(nodes: Sequence[Node], written: Collection[Any], kernels: Kernels | None = None) -> dict[Node, int]:
+def last_readers(
+    nodes: Sequence[Node],
+    written: Collection[Any],
+    kernels: Kernels | None = None,
+    key_of: Callable[[Node], Any] = storage_of,
+) -> dict[Node, int]:
     """For each node the position of the last kernel that reads it.
 
     `written`: the storages that kernels write to memory. A reader's value that is in none of them stays in registers.
@@ -244,7 +253,7 @@ def last_readers(nodes: Sequence[Node], written: Collection[Any], kernels: Kerne
     read: dict[Node, int] = {}  # the position of the kernel that reads what `node` reads
     for node in reversed(nodes):
         last[node] = max((read[u] for u in node.users if u.op != "output"), default=position[node])
-        read[node] = last[node] if is_view(node) or storage_of(node) not in written else position[node]
+        read[node] = last[node] if is_view(node) or key_of(node) not in written else position[node]
     return last
 
 
@@ -274,16 +283,17 @@ class Kernels:
         written: Collection[Any],
         ready_early: Collection[Node] = (),
         *,
+        keys: Mapping[Node, Any] | None = None,
         pads_rows: bool = False,
     ) -> Kernels:
-        """`ready_early`: nodes whose results count as if they were there from the start."""
+        """`ready_early`: nodes whose results count as if they were there from the start. `keys`: the storages."""
         at: dict[Node, int] = {}
         reads: dict[Node, set[Any]] = {}
         ready: dict[Any, int] = {}  # when each storage is written
         sizes: dict[Any, int] = {}
         kernels: dict[Any, list[tuple[int, int]]] = {}  # by storage, those that read it: position and size
         joined: set[Node] = set()
-        keys = {node: storage_of(node) for node in nodes}
+        keys = {node: storage_of(node) for node in nodes} if keys is None else keys
         for i, node in enumerate(nodes):
             key = keys[node]
             own: set[Any] = set()
@@ -361,6 +371,68 @@ class Kernels:
         return found
 
 
+class GraphMemory:
+    """What a compiler writes to memory in a graph, and in which kernels. Each is found once, when it is asked for.
+
+    The graph must not change meanwhile, except that nodes move and kernels are split: call `changed_order` after that.
+
+    Attributes:
+        fused: the compiler fuses; otherwise it writes every value.
+        fuse_loops: see `written_storages`.
+    """
+
+    def __init__(self, gm: GraphModule, fused: bool = True, *, fuse_loops: bool = True) -> None:
+        self.gm, self.fused = gm, fused
+        self.nodes = list(gm.graph.nodes)
+        self.fuse_loops = fuse_loops or not any(map(is_loop, self.nodes))
+
+    @staticmethod
+    def of(graph: GraphModule | GraphMemory, fused: bool = True, *, fuse_loops: bool = True) -> GraphMemory:
+        """That of `graph`, which may be one already."""
+        if not isinstance(graph, GraphMemory):
+            return GraphMemory(graph, fused, fuse_loops=fuse_loops)
+        same = graph.fuse_loops == fuse_loops or not any(map(is_loop, graph.nodes))
+        return graph if same else GraphMemory(graph.gm, graph.fused, fuse_loops=fuse_loops)
+
+    def changed_order(self) -> None:
+        """Read the order of nodes, and their kernels, again."""
+        self.nodes = list(self.gm.graph.nodes)
+        vars(self).pop("kernels", None)
+
+    @functools.cached_property
+    def keys(self) -> dict[Node, Any]:
+        """The storage of each node, see `storage_of`."""
+        return {node: storage_of(node) for node in self.nodes}
+
+    @functools.cached_property
+    def inputs(self) -> set[Any]:
+        return {self.keys[node] for node in self.nodes if node.op == "placeholder"} - {None}
+
+    @functools.cached_property
+    def outputs(self) -> set[Any]:
+        return {self.keys[node] for node in self.gm.graph.output_node().all_input_nodes} - {None}
+
+    @functools.cached_property
+    def written(self) -> set[Any]:
+        """The storages that kernels write, and None."""
+        if not self.fused:
+            return set(self.keys.values())
+        return written_storages(self.nodes, fuse_loops=self.fuse_loops, key_of=self.keys.__getitem__)
+
+    @functools.cached_property
+    def counted(self) -> set[Any]:
+        """All storages that are in memory."""
+        return self.written | self.outputs | self.inputs
+
+    @functools.cached_property
+    def kernels(self) -> Kernels:
+        return Kernels.of(self.nodes, self.counted, keys=self.keys)
+
+    @functools.cached_property
+    def on_cuda(self) -> bool:
+        return on_cuda(self.nodes)
+
+
 def late_products(nodes: Sequence[Node]) -> dict[Node, Node]:
     """Products that Inductor computes as late as a sum far behind them, as one `addmm`: each with that sum.
 
@@ -422,7 +494,9 @@ def is_packed_alone(mask: Node) -> bool:
     return any(is_view(user) or not fuses(user) for user in mask.users if user.op != "output")
 
 
-def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
+def written_storages(
+    nodes: Sequence[Node], *, fuse_loops: bool = False, key_of: Callable[[Node], Any] | None = None
+) -> set[Any]:
     """The storages that unfused operators make or read, and None if one makes a tuple. A fusing compiler writes them.
 
     - Constants are computed where they are read, except for an unfused operator.
@@ -432,7 +506,7 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
     - Random numbers are not, if only a mask is made from them (`random_masks`).
     - A product that waits for a sum far behind it (`late_products`) is not; its inputs are, and the sum is.
 
-    `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
+    `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them. `key_of`: `storage_of`, kept.
     """
     late = late_products(nodes)
     kernels = [node for node in nodes if not fuses(node) and node.op != "output" and target_name(node) not in CONSTANTS]
@@ -442,7 +516,7 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
     drawn = set(masks.values())
     kernels = [n for n in kernels if n not in late and n not in drawn and not _is_looked_up_by_readers(n)]
     kernels += late.values()
-    key_of = functools.cache(storage_of)
+    key_of = key_of or functools.cache(storage_of)
     written = {key_of(n) for node in kernels for n in (node, *_read_from_memory(node))}
     written |= {key_of(mask) for mask in masks if is_packed_alone(mask)}
     for product in late:

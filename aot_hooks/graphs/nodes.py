@@ -162,11 +162,11 @@ def once_for_each_target(answer: Callable[[Any], _T]) -> Callable[[Any], _T]:
     known: dict[int, tuple[Any, _T]] = {}  # with the target, so that its id stays its own
 
     def look_up(target: Any) -> _T:
+        if (found := known.get(id(target))) is not None:
+            return found[1]
         if not torch_values.is_operator(target):
             return answer(target)
-        found = known.get(id(target))
-        if found is None:
-            found = known[id(target)] = target, answer(target)
+        known[id(target)] = found = target, answer(target)
         return found[1]
 
     return look_up

@@ -22,17 +22,14 @@ from torch.utils.flop_counter import flop_registry
 
 from ..errors import OptionError
 from ..torch_private import values as torch_values
-from .lifetimes import SPLIT, Kernels, fuses, is_loop, on_cuda, reduces, written_storages
+from .lifetimes import SPLIT, GraphMemory, fuses, is_loop, reduces
 from .nodes import (
     argument_called,
     has_tag,
-    input_storages,
     is_tensor,
     is_view,
     name_of,
-    output_storages,
     producer,
-    storage_of,
     target_name,
     tensor_bytes,
 )
@@ -171,7 +168,7 @@ def row_lengths(gm: GraphModule) -> dict[Node, int]:
 
 
 def node_ms(
-    gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool, *, fuse_loops: bool = False
+    gm: GraphModule | GraphMemory, rates: Callable[[torch.device], Rates], fused: bool, *, fuse_loops: bool = False
 ) -> dict[Node, float]:
     """Milliseconds of each node of `gm`, by the fake values on it; symbolic sizes count as their hints.
 
@@ -180,12 +177,10 @@ def node_ms(
     library/loops fuse as well. The schedule of offload counts each of them as a kernel, because its estimates were
     measured so. Rates are then those seen in a step.
     """
-    nodes = list(gm.graph.nodes)
-    written = written_storages(nodes, fuse_loops=fuse_loops) if fused else {storage_of(n) for n in nodes}
-    written |= input_storages(gm.graph) | output_storages(gm.graph)
-    keys = {node: storage_of(node) for node in nodes}
+    memory = GraphMemory.of(gm, fused, fuse_loops=fuse_loops)
+    nodes, written, keys, kernels = memory.nodes, memory.counted, memory.keys, memory.kernels
     nbytes = {keys[n]: tensor_bytes(v) for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor)}
-    kernels, (numbers, _) = Kernels.of(nodes, written), _numbered(nodes)
+    numbers, _ = _numbered(nodes)
     touched: dict[Any, set[Any]] = defaultdict(set)  # storages that each kernel has read or made
     found = dict.fromkeys(nodes, 0.0)
     for node in nodes:
@@ -214,24 +209,23 @@ def node_ms(
     return found
 
 
-def host_ms(gm: GraphModule, fused: bool) -> float:
+def host_ms(gm: GraphModule | GraphMemory, fused: bool) -> float:
     """Milliseconds that the host takes to launch what `gm` runs on a CUDA device.
 
     Waits for copies count nothing: each belongs to a copy.
     """
-    nodes = list(gm.graph.nodes)
-    if not on_cuda(nodes):
+    memory = GraphMemory.of(gm, fused)
+    if not memory.on_cuda:
         return 0.0
-    return _host_ms(nodes, fused, _fused_kernel_count(gm, nodes) if fused else 0)
+    return _host_ms(memory.nodes, fused, _fused_kernel_count(memory) if fused else 0)
 
 
-def _most_host_ms(gm: GraphModule, fused: bool) -> float:
+def _most_host_ms(memory: GraphMemory) -> float:
     """What `host_ms` is at most. It takes a fifth of the time, because it counts no kernels."""
-    nodes = list(gm.graph.nodes)
-    if not on_cuda(nodes):
+    if not memory.on_cuda:
         return 0.0
-    loops = sum(not is_view(node) and _runs_fused(node, fuse_loops=True) for node in nodes)
-    return _host_ms(nodes, fused, 2 * loops)  # a reduction that is not over rows is two kernels
+    loops = sum(not is_view(node) and _runs_fused(node, fuse_loops=True) for node in memory.nodes)
+    return _host_ms(memory.nodes, memory.fused, 2 * loops)  # a reduction that is not over rows is two kernels
 
 
 def _host_ms(nodes: Sequence[Node], fused: bool, kernel_count: int) -> float:
@@ -254,20 +248,20 @@ def _in_readers(node: Node) -> bool:
     return _packet_name(node) in _IN_READERS and all(fused)
 
 
-def _fused_kernel_count(gm: GraphModule, nodes: Sequence[Node]) -> int:
-    """How many kernels Inductor makes of the fused operators of `gm`.
+def _fused_kernel_count(memory: GraphMemory) -> int:
+    """How many kernels Inductor makes of the fused operators of a graph.
 
     Between two unfused operators, fused operators over equally many elements are one kernel. A reduction runs over the
     elements that it reads, and its kernel also computes what is made of its results. One not over rows is two kernels.
     """
-    written = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph)
-    kernels, (numbers, _) = Kernels.of(nodes, written | input_storages(gm.graph)), _numbered(nodes)
+    nodes, written, kernels = memory.nodes, memory.written | memory.outputs, memory.kernels
+    numbers, _ = _numbered(nodes)
     loops: set[tuple[int, int]] = set()
     of_results: set[tuple[int, int]] = set()  # loops over results of a reduction
     count = 0
     for node in nodes:
         made = next(iter(_tensors(node)), None)
-        if not _runs_fused(node, fuse_loops=True) or is_view(node) or storage_of(node) not in written or made is None:
+        if not _runs_fused(node, fuse_loops=True) or is_view(node) or memory.keys[node] not in written or made is None:
             continue
         if all(_packet_name(reader) in _IN_READERS for reader in node.users):
             continue
@@ -295,8 +289,8 @@ def link_ms(nbytes: int, rates: Rates) -> float:
 
 
 def step_ms(
-    fw: GraphModule,
-    bw: GraphModule,
+    fw: GraphModule | GraphMemory,
+    bw: GraphModule | GraphMemory,
     fused: bool,
     copies: Collection[Any] = (),
     transfers: Iterable[Any] = (),
@@ -312,17 +306,18 @@ def step_ms(
         launched: the host launches each kernel. CUDA graphs take it nearly no time.
         times: `node_ms` of both graphs with loops fused, if it is known.
     """
+    both = [GraphMemory.of(gm, fused) for gm in (fw, bw)]
     if times is None:
-        times = [node_ms(gm, measured_rates, fused, fuse_loops=True) for gm in (fw, bw)]
+        times = [node_ms(memory, measured_rates, fused, fuse_loops=True) for memory in both]
     compute = sum(ms for each in times for node, ms in each.items() if node.target not in copies)
     beside = 0.0
     for t in transfers:
         if t.placement.offloaded:
             beside += t.placement.stall_ms + link_ms(t.nbytes, measured_rates(torch.device(t.device)))
     device = compute + beside
-    if not launched or _most_host_ms(fw, fused) + _most_host_ms(bw, fused) <= device:
+    if not launched or sum(map(_most_host_ms, both)) <= device:
         return device
-    return max(device, host_ms(fw, fused) + host_ms(bw, fused))
+    return max(device, sum(host_ms(memory, fused) for memory in both))
 
 
 def predicted_ms(*graphs: Any, **settings: Any) -> float:

@@ -14,8 +14,8 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import results_of
 
-from ..graphs.lifetimes import Kernels, fuses, last_readers, written_storages
-from ..graphs.nodes import input_storages, is_view, output_storages, storage_of
+from ..graphs.lifetimes import GraphMemory, fuses, last_readers
+from ..graphs.nodes import is_view
 
 
 def compute_early(fw: GraphModule, num_fwd_outputs: int) -> None:
@@ -23,25 +23,23 @@ def compute_early(fw: GraphModule, num_fwd_outputs: int) -> None:
 
     In place. Hooks are put in afterwards: they pack a value where it is computed.
     """
-    nodes = list(fw.graph.nodes)
-    outputs, inputs = output_storages(fw.graph), input_storages(fw.graph)
+    memory = GraphMemory(fw)
+    nodes, outputs, inputs = memory.nodes, memory.outputs, memory.inputs
     asked_for = set(results_of(fw.graph)[:num_fwd_outputs])
-    late = {n for n in nodes if _is_for_backward(n) and n not in asked_for and storage_of(n) in outputs}
+    late = {n for n in nodes if _is_for_backward(n) and n not in asked_for and memory.keys[n] in outputs}
     if not late:
         return
-    counted = written_storages(nodes, fuse_loops=True) | outputs | inputs
-    kernels = Kernels.of(nodes, counted)
     ends: dict[Any, int] = {}  # by storage, the position of its last reader
-    for node, last in last_readers(nodes, counted).items():
-        ends[storage_of(node)] = max(last, ends.get(storage_of(node), last))
+    for node, last in last_readers(nodes, memory.counted).items():
+        ends[memory.keys[node]] = max(last, ends.get(memory.keys[node], last))
     position = {node: i for i, node in enumerate(nodes)}
     moved: set[Node] = set()
     for node in (node for node in nodes if node in late):
-        if not any(nodes[ends[key]] in late for key in set(kernels.reads[node]) - outputs - inputs):
+        if not any(nodes[ends[key]] in late for key in set(memory.kernels.reads[node]) - outputs - inputs):
             continue  # what it reads is alive later anyway
         chain = _computed_for(node)
         sources = {n for each in chain for n in each.all_input_nodes} - chain
-        beside = nodes[kernels.at[node]]  # the kernel that reads the same, if there is one
+        beside = nodes[memory.kernels.at[node]]  # the kernel that reads the same, if there is one
         at = max(sources | ({beside} - chain), key=position.__getitem__)
         if at.op == "placeholder" or not moved.isdisjoint({at, *sources}):
             continue

@@ -23,8 +23,8 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import results_of
 
-from ..graphs.lifetimes import Kernels, alive_along, last_readers, on_cuda, written_storages
-from ..graphs.nodes import input_storages, output_storages, storage_bytes, storage_of, storages
+from ..graphs.lifetimes import GraphMemory, alive_along, last_readers
+from ..graphs.nodes import storage_bytes, storage_of, storages
 from ..graphs.saved import crossing_pairs, place_of
 from ..graphs.workspaces import workspace_bytes
 from ..offloading.transfers import offload_wait, reload_start
@@ -44,8 +44,8 @@ class LivePoint:
 
 
 def live_bytes(
-    fw: GraphModule,
-    bw: GraphModule,
+    fw: GraphModule | GraphMemory,
+    bw: GraphModule | GraphMemory,
     *,
     num_fwd_outputs: int,
     fused: bool,
@@ -59,14 +59,16 @@ def live_bytes(
     them, as a budget asks it to. `drops_others`: the user keeps none of the outputs `beside_loss`. The other arguments
     are `saved.boundary`'s.
     """
+    of_fw, of_bw = GraphMemory.of(fw, fused), GraphMemory.of(bw, fused)
+    fw, bw = of_fw.gm, of_bw.gm
     pairs = [(node, slot) for node, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(node, Node)]
-    inputs = input_storages(fw.graph)
+    inputs = of_fw.inputs
     outputs = {storage_of(n): _bytes(n) for n in results_of(fw.graph)[:num_fwd_outputs] if isinstance(n, Node)}
     dropped = beside_loss(fw, num_fwd_outputs) - inputs if drops_others else set()
     outputs = {key: nbytes for key, nbytes in outputs.items() if key not in dropped}
-    own: dict[str, Any] = {"fused": fused, "roots": roots, "planned": planned}
+    own: dict[str, Any] = {"roots": roots, "planned": planned}
     given = _Inputs(dict.fromkeys(fw.graph.find_nodes(op="placeholder"), 0))
-    forward = _points(fw, given, "forward", 0, **own)
+    forward = _points(of_fw, given, "forward", 0, **own)
     # a backward input counts nothing if the step has it anyway: a forward input, an output that stays, a repeat
     known = inputs | set(outputs)
     saved = {slot: storage_of(node) for node, slot in pairs}
@@ -79,7 +81,7 @@ def live_bytes(
     returned_bytes = sum(nbytes for key, nbytes in outputs.items() if key not in inputs)
     tangents = {n for n in input_bytes if n not in saved and aot.is_tangent(n)} if aot.keeps_tangents() else set()
     lent = {storage_of(slot) for slot, key in saved.items() if key in dropped}
-    backward = _points(bw, _Inputs(input_bytes, tangents, lent), "backward", returned_bytes, **own)
+    backward = _points(of_bw, _Inputs(input_bytes, tangents, lent), "backward", returned_bytes, **own)
     return (*forward, *backward)
 
 
@@ -101,29 +103,28 @@ class _Inputs(NamedTuple):
 
 
 def _points(
-    gm: GraphModule,
-    inputs: _Inputs,
-    phase: str,
-    base: int,
-    *,
-    fused: bool,
-    roots: Mapping[str, str],
-    planned: bool,
+    memory: GraphMemory, inputs: _Inputs, phase: str, base: int, *, roots: Mapping[str, str], planned: bool
 ) -> list[LivePoint]:
-    """The bytes alive while each node of `gm` runs. `base`: those that are alive throughout, beside its own."""
-    nodes = list(gm.graph.nodes)
-    outputs = output_storages(gm.graph) | storages(inputs.to_end)
-    written = written_storages(nodes, fuse_loops=True) if fused else {storage_of(n) for n in nodes}
-    counted = written | outputs | storages(inputs.nbytes)
+    """The bytes alive while each node of a graph runs. `base`: those that are alive throughout, beside its own."""
+    nodes, key_of = memory.nodes, memory.keys.__getitem__
+    outputs = memory.outputs | storages(inputs.to_end)
     kernels = None
-    if fused and on_cuda(nodes):  # seen there; C++ kernels differ
-        kernels = Kernels.of(nodes, counted, pads_rows=not planned and not pads_no_rows(gm))
-        kernels = replace(kernels, lent=set(inputs.lent))
+    if memory.fused and memory.on_cuda:  # seen there; C++ kernels differ
+        pads_rows = not planned and not pads_no_rows(memory.gm)
+        kernels = replace(memory.kernels, pads_rows=pads_rows, lent=set(inputs.lent))
     # from there on the memory that a copy back fills counts as that of its wait's result
-    last = {n: i - 1 if n.target is reload_start else i for n, i in last_readers(nodes, counted, kernels).items()}
+    readers = last_readers(nodes, memory.counted, kernels, key_of)
+    last = {n: i - 1 if n.target is reload_start else i for n, i in readers.items()}
     sizes = {n: inputs.nbytes.get(n, _bytes(n)) for n in nodes}
-    size = sizes.__getitem__
-    bytes_alive = alive_along(nodes, counted, to_end=outputs, last_reader=last, nbytes=size, kernels=kernels)
+    bytes_alive = alive_along(
+        nodes,
+        memory.counted,
+        to_end=outputs,
+        last_reader=last,
+        nbytes=sizes.__getitem__,
+        kernels=kernels,
+        key_of=key_of,
+    )
     points, where = [], ("", "")
     for node, alive in zip(nodes, bytes_alive, strict=True):
         if node.op != "placeholder":

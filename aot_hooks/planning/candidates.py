@@ -151,7 +151,8 @@ def computed_again(
             return joint.graphs()
     whole = again != BLOCKS
     blocks = _blocks(stock, one_block=one_block or again == WHOLE_GRAPH, statistics=whole)
-    found = of_blocks(storages_in_scope(stock.boundary, joint.setting.scope), blocks, last=whole)
+    groups = storages_in_scope(stock.boundary, joint.setting.scope)
+    found = of_blocks(groups, blocks, stock.memory[0].keys, last=whole)
     if found is None:
         return None
     names, gone, reads = found

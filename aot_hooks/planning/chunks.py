@@ -151,7 +151,8 @@ class _Search:
         ms = before_ms + self.ms_of(form.gm) - self.ms_of(self.joint)
         if not _is_in_time(self.budget, min(1.0, _ratio(self.whole.plan)) * ms / before_ms, self.whole):
             return True
-        return not _is_for_lowest(self.budget) and ms > (1 + _GAIN) * self.best.plan.after_ms
+        gain = _GAIN if _rounded_bytes(self.best.plan) else -_GAIN  # one that is as fast may round less
+        return not _is_for_lowest(self.budget) and ms > (1 + gain) * self.best.plan.after_ms
 
     def search(self, joint: _Form) -> None:
         if CHUNK in self.means:

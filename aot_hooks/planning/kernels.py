@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.lifetimes import (
     SPLIT,
+    GraphMemory,
     Kernels,
     fuses,
     is_loop,
@@ -28,9 +29,8 @@ from ..graphs.lifetimes import (
     late_products,
     lifetimes,
     on_cuda,
-    written_storages,
 )
-from ..graphs.nodes import input_storages, is_view, output_storages, storage_bytes, storage_of, storages
+from ..graphs.nodes import is_view, storage_bytes, storage_of
 from ..graphs.roofline import has_formula, is_attention
 from ..graphs.workspaces import workspace_bytes
 from ..passes.edits import call, with_inputs
@@ -56,21 +56,23 @@ def split_and_hold(fw: GraphModule, bw: GraphModule, **of_outputs: Any) -> None:
     if not on_cuda(bw.graph.nodes):
         return
 
+    of_fw, of_bw = GraphMemory(fw), GraphMemory(bw)
+
     def points() -> tuple[list[LivePoint], list[LivePoint]]:
-        found = live_bytes(fw, bw, fused=True, **of_outputs)
+        found = live_bytes(of_fw, of_bw, fused=True, **of_outputs)
         return [p for p in found if p.phase == "forward"], [p for p in found if p.phase == "backward"]
 
     def most(live: list[LivePoint]) -> int:
         return max((point.live_bytes for point in live), default=0)
 
-    unpack_early(bw)
-    split_kernels(bw)
+    unpack_early(of_bw)
+    split_kernels(of_bw)
     of_forward, live = points()
-    if join_kernels(bw, live, most(live)):
+    if join_kernels(of_bw, live, most(live)):
         of_forward, live = points()
-    hold_kernels(bw, live, most(live))
+    hold_kernels(of_bw, live, most(live))
     if most(of_forward) > most(live):
-        hold_kernels(fw, of_forward, most(of_forward))
+        hold_kernels(of_fw, of_forward, most(of_forward))
 
 
 def multiplied_early(gm: GraphModule) -> GraphModule:
@@ -91,33 +93,35 @@ def multiplied_early(gm: GraphModule) -> GraphModule:
     return gm
 
 
-def write_when_made(gm: GraphModule) -> None:
+def write_when_made(gm: GraphModule | GraphMemory) -> None:
     """Mark each value that goes to memory, in place, so that Inductor writes it at its position in the graph.
 
     If the kernel came after other readers, Inductor would compute the value a second time for these. The inputs of the
     value would be alive until then.
     """
-    nodes = list(gm.graph.nodes)
-    written = written_storages(nodes, fuse_loops=True)
-    for node in nodes:
-        if node.op == "call_function" and fuses(node) and not is_view(node) and storage_of(node) in written:
+    memory = GraphMemory.of(gm)
+    for node in memory.nodes:
+        if node.op == "call_function" and fuses(node) and not is_view(node) and memory.keys[node] in memory.written:
             node.meta[WRITTEN] = True
 
 
-def unpack_early(gm: GraphModule) -> None:
+def unpack_early(gm: GraphModule | GraphMemory) -> None:
     """Move the nodes that unpack a value for a fused kernel in front of that kernel, in place.
 
     Hooks put them in front of the first node that reads the value. But a kernel runs at the first of its nodes, which
     may stand before that. The kernel would become two, and the inputs of the first would live until the second.
     """
-    nodes = list(gm.graph.nodes)
-    position = {node: i for i, node in enumerate(nodes)}
+    memory = GraphMemory.of(gm)
+    nodes, counted, keys = memory.nodes, memory.counted, memory.keys
     unpacking = {n for n in nodes if FROM_HOOK in n.meta and n.op == "call_function"}
-    counted = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph) | input_storages(gm.graph)
-    written = [node for node in nodes if storage_of(node) in counted]
-    begins = Kernels.of(nodes, counted, unpacking).begins(node for node in written if node not in unpacking)
+    if not unpacking:
+        return
+    position = {node: i for i, node in enumerate(nodes)}
+    written = [node for node in nodes if keys[node] in counted]
+    kernels = Kernels.of(nodes, counted, unpacking, keys=keys)
+    begins = kernels.begins(node for node in written if node not in unpacking)
     for node in (node for node in written if node in unpacking):
-        begin = begins.get(storage_of(node), len(nodes))
+        begin = begins.get(keys[node], len(nodes))
         if begin < position[node]:
 
             def is_before(n: Node, begin: int = begin) -> bool:
@@ -127,26 +131,26 @@ def unpack_early(gm: GraphModule) -> None:
             if unpacking.issuperset(chain):
                 for each in sorted(chain, key=position.__getitem__):
                     nodes[begin].prepend(each)
+    memory.changed_order()
 
 
-def split_kernels(gm: GraphModule) -> None:
+def split_kernels(gm: GraphModule | GraphMemory) -> None:
     """Split kernels so that less is alive, in place.
 
     - A second part that then takes an input's memory moves to the end of the first.
     - A part that stands behind a later product stays there, if what it reads is alive until then anyway. In one kernel
       with what stands earlier and reads the same it would be computed there.
     """
-    nodes = list(gm.graph.nodes)
-    inputs, outputs = input_storages(gm.graph), output_storages(gm.graph)
-    counted = written_storages(nodes, fuse_loops=True) | outputs | inputs
-    kernels = Kernels.of(nodes, counted)
+    memory = GraphMemory.of(gm)
+    nodes, counted, kernels, key_of = memory.nodes, memory.counted, memory.kernels, memory.keys.__getitem__
     first, last = lifetimes(
         nodes,
         counted,
-        to_end=outputs,
-        last_reader=last_readers(nodes, counted, kernels),
+        to_end=memory.outputs,
+        last_reader=last_readers(nodes, counted, kernels, key_of),
         nbytes=lambda node: 0 if node.name.startswith(("primals", "tangents")) else storage_bytes(node.meta["val"]),
         kernels=kernels,
+        key_of=key_of,
     )
     reused = {first[key][0] for key in kernels.reuses(first, last)}
     made: dict[int, list[Node]] = defaultdict(list)
@@ -158,28 +162,30 @@ def split_kernels(gm: GraphModule) -> None:
             continue
         *_, anchor, node = results
         value = node.meta["val"]
-        read_last = (key for key in kernels.reads[node] if key not in inputs and last[key] == position)
+        read_last = (key for key in kernels.reads[node] if key not in memory.inputs and last[key] == position)
         taken_over = (first[key][2].meta["val"] for key in read_last)
         if any(v.dtype == value.dtype and storage_bytes(v) == storage_bytes(value) for v in taken_over):
             _move_behind(node, anchor, counted)
     products = list(itertools.accumulate(has_formula(n) or is_attention(n) for n in nodes))
-    free = storages(node for node in gm.graph.find_nodes(op="placeholder") if node.name.startswith("primals"))
+    free = {key_of(node) for node in nodes if node.op == "placeholder" and node.name.startswith("primals")}
     for own, node in enumerate(nodes):
-        early = first[key][0] if (key := storage_of(node)) in first and first[key][2] is node else own
+        early = first[key][0] if (key := key_of(node)) in first and first[key][2] is node else own
         if fuses(node) and SPLIT not in node.meta and products[early] < products[own]:
             if all(key in free or last[key] >= own for key in kernels.reads[node]):
                 node.meta[SPLIT], node.meta[_EARLY] = node.name, nodes[early].name
+    memory.changed_order()
 
 
-def join_kernels(gm: GraphModule, live: Sequence[LivePoint], most: float) -> bool:
+def join_kernels(gm: GraphModule | GraphMemory, live: Sequence[LivePoint], most: float) -> bool:
     """Undo each split without which the step stays under `most` bytes; returns whether there were any.
 
     `live` are the points of `gm`.
     """
+    memory = GraphMemory.of(gm)
     at = {point.node: i for i, point in enumerate(live)}
     alive = [point.live_bytes for point in live]
     joined: set[str] = set()
-    for node in gm.graph.nodes:
+    for node in memory.nodes:
         if node.meta.get(SPLIT) == node.name:
             lives = range(at[node.meta.get(_EARLY, node.name)], at[node.name] + 1)
             nbytes = storage_bytes(node.meta["val"])
@@ -187,10 +193,11 @@ def join_kernels(gm: GraphModule, live: Sequence[LivePoint], most: float) -> boo
                 joined.add(node.name)
                 for i in lives:
                     alive[i] += nbytes
-    for node in gm.graph.nodes:
+    for node in memory.nodes:
         if node.meta.get(SPLIT) in joined:
             del node.meta[SPLIT]
             node.meta.pop(_EARLY, None)
+    memory.changed_order()
     return bool(joined)
 
 
@@ -221,30 +228,29 @@ def _move_behind(node: Node, anchor: Node, counted: Collection[Any]) -> None:
             at = each
 
 
-def hold_kernels(gm: GraphModule, live: Sequence[LivePoint], peak: int) -> None:
+def hold_kernels(gm: GraphModule | GraphMemory, live: Sequence[LivePoint], peak: int) -> None:
     """Let Inductor fuse only what the prediction of live bytes has in one kernel, except where any order stays low.
 
     Left alone, it computes a tensor again together with a later kernel that reads the same, when both of their results
     and all of their inputs are alive. `live` are the predicted points of `gm`, `peak` the bytes that no fusion may
     exceed.
     """
-    nodes = list(gm.graph.nodes)
-    written = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph)
-    kernels = Kernels.of(nodes, written | input_storages(gm.graph))
+    memory = GraphMemory.of(gm)
+    nodes, written, kernels, keys = memory.nodes, memory.written | memory.outputs, memory.kernels, memory.keys
     products = list(itertools.accumulate(has_formula(n) or is_attention(n) for n in nodes))
     alive = {point.node: point.live_bytes for point in live}
     at_start, writes = [0] * (products[-1] + 1), [0] * (products[-1] + 1)
-    seen = {None} | input_storages(gm.graph)
+    seen = {None, *memory.inputs}
     for node, number in zip(nodes, products, strict=True):
         at_start[number] = at_start[number] or alive.get(node.name, 0)
         writes[number] += workspace_bytes(node)
-        if (key := storage_of(node)) in written and key not in seen:
+        if (key := keys[node]) in written and key not in seen:
             seen.add(key)
             writes[products[kernels.at[node]]] += storage_bytes(node.meta["val"])
     zones = fusion_zones(at_start, writes, peak)
     for node in nodes:
         if node.op == "call_function" and not is_view(node) and ALONE not in node.meta:
-            key = ALONE if storage_of(node) in written else ALONE_IF_WRITTEN
+            key = ALONE if keys[node] in written else ALONE_IF_WRITTEN
             zone = f"split {node.name}" if SPLIT in node.meta else f"zone {zones[products[kernels.at[node]]]}"
             mark_alone([node], zone, key)
 

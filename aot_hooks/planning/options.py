@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.graph.snapshots import SNAPSHOT
 
-from ..graphs.lifetimes import Kernels, alive_along, fuses, is_loop, last_readers, on_cuda, written_storages
+from ..graphs.lifetimes import GraphMemory, alive_along, fuses, is_loop, last_readers, on_cuda, written_storages
 from ..graphs.nodes import REGION, annotation, input_storages, is_view, output_storages, producer, storage_of
 from ..graphs.roofline import (
     LAUNCH_MS,
@@ -91,18 +91,23 @@ class Graphs:
         """What crosses; read once, so the graphs must not change after that."""
         return boundary(self.fw, self.bw, self.num_fwd_outputs, self.static_inputs, self.roots)
 
+    @functools.cached_property
+    def memory(self) -> tuple[GraphMemory, GraphMemory]:
+        """What both graphs write to memory; read once, so the graphs must not change after that."""
+        return GraphMemory(self.fw, self.fused), GraphMemory(self.bw, self.fused)
+
     def live(self, *, planned: bool = True) -> tuple[LivePoint, ...]:
         parts: dict[str, Any] = {"num_fwd_outputs": self.num_fwd_outputs, "fused": self.fused, "roots": self.roots}
-        return live_bytes(self.fw, self.bw, planned=planned, drops_others=self.drops_others, **parts)
+        return live_bytes(*self.memory, planned=planned, drops_others=self.drops_others, **parts)
 
     @functools.cached_property
     def times(self) -> tuple[dict[Node, float], dict[Node, float]]:
         """The milliseconds of each node of both graphs; read once, so the graphs must not change after that."""
-        fw, bw = (node_ms(gm, measured_rates, self.fused, fuse_loops=True) for gm in (self.fw, self.bw))
+        fw, bw = (node_ms(memory, measured_rates, self.fused, fuse_loops=True) for memory in self.memory)
         return fw, bw
 
     def ms(self, transfers: Iterable[Transfer] = ()) -> float:
-        return step_ms(self.fw, self.bw, self.fused, COPIES, transfers, launched=self.launched, times=self.times)
+        return step_ms(*self.memory, self.fused, COPIES, transfers, launched=self.launched, times=self.times)
 
 
 @dataclass(frozen=True)
@@ -182,14 +187,13 @@ def _step_of(
     groups = storages_in_scope(cross, scope)
     devices = [group[0].row.device for group in groups]
     rates = measured_rates(next((d for d in devices if d.type == "cuda"), torch.device("cpu")))
-    both = (graphs.fw, graphs.bw)
-    times = graphs.times
+    both, times = graphs.memory, graphs.times
     hooks = _hook_options(graphs, groups, scope, allow, max_error, rates, times[1])
     sends = any(option.link_bytes for options in hooks for option in options)
-    copies = [node_ms(gm, lambda _: rates, graphs.fused) for gm in both] if sends else []
-    gone = _gone(graphs)
-    forward_count = len(_nodes(graphs.fw))
-    firsts, lasts = _first_and_last_reads(graphs.bw, groups, forward_count)
+    copies = [node_ms(memory, lambda _: rates, graphs.fused) for memory in both] if sends else []
+    gone = _gone(both[0])
+    forward_count = sum(n.op != "placeholder" for n in both[0].nodes)
+    firsts, lasts = _first_and_last_reads(both[1], groups, forward_count)
     order = sorted(range(len(groups)), key=firsts.__getitem__)
     segment_of = dict(zip(order, _segments([groups[i] for i in order]), strict=True))
     values = []
@@ -212,7 +216,7 @@ def _step_of(
     if "recompute" in allow:
         numbers: dict[Any, int | None] = {storage_of(v.fw_node): None for v in cross.tensors}  # None: no value
         numbers |= {storage_of(group[0].fw_node): i for i, group in enumerate(groups)}
-        values = _with_begins(with_recompute(values, groups, numbers, times[0], gone))
+        values = _with_begins(with_recompute(values, groups, numbers, both[0].keys, times[0], gone))
     step = Step(
         tuple(p.live_bytes for p in points),
         tuple(values),
@@ -223,7 +227,7 @@ def _step_of(
         tuple(f"{p.phase} {p.node}" for p in points),
         tuple(p.module_path for p in points),
         copies_ms=_in_order(copies),
-        host_ms=sum(host_ms(gm, graphs.fused) for gm in both) if graphs.launched else -math.inf,
+        host_ms=sum(host_ms(memory, graphs.fused) for memory in both) if graphs.launched else -math.inf,
     )
     return step, groups
 
@@ -232,33 +236,21 @@ def _in_order(times: Sequence[Mapping[Node, float]]) -> tuple[float, ...]:
     return tuple(ms for each in times for node, ms in each.items() if node.op != "placeholder")
 
 
-def _readers(bw: GraphModule) -> tuple[dict[Node, int], dict[Any, int]]:
-    """The position of the last reader of each node; and for each storage, of the first fused kernel that reads it."""
-    nodes = list(bw.graph.nodes)
-    counted = written_storages(nodes, fuse_loops=True) | input_storages(bw.graph)
-    kernels = Kernels.of(nodes, counted)
-    begins = kernels.begins(n for n in nodes if on_cuda([n]) and storage_of(n) in counted)
-    return last_readers(nodes, counted, kernels), begins
-
-
 def _first_and_last_reads(
-    bw: GraphModule, groups: Sequence[Sequence[SavedValue]], forward_count: int
+    bw: GraphMemory, groups: Sequence[Sequence[SavedValue]], forward_count: int
 ) -> tuple[list[int], list[int]]:
     """For each storage the position in the step of its first reader in the backward, and of its last one."""
-    readers, begins = _readers(bw)
-    shift = forward_count - len(bw.graph.find_nodes(op="placeholder"))
-    position = {node: shift + i for i, node in enumerate(bw.graph.nodes)}
+    readers = last_readers(bw.nodes, bw.counted, bw.kernels, bw.keys.__getitem__)
+    begins = bw.kernels.begins(n for n in bw.nodes if on_cuda([n]) and bw.keys[n] in bw.counted)
+    shift = forward_count - sum(node.op == "placeholder" for node in bw.nodes)
+    position = {node: shift + i for i, node in enumerate(bw.nodes)}
     firsts, lasts = [], []
     for group in groups:
         read = [position[u] for v in group for u in v.bw_node.users if u.op != "output"]
-        begun = [shift + begins[key] for v in group if (key := storage_of(v.bw_node)) in begins]
+        begun = [shift + begins[key] for v in group if (key := bw.keys[v.bw_node]) in begins]
         firsts.append(min(read + begun))
         lasts.append(max(shift + readers[v.bw_node] for v in group))
     return firsts, lasts
-
-
-def _nodes(gm: GraphModule) -> list[Node]:
-    return [n for n in gm.graph.nodes if n.op != "placeholder"]
 
 
 def storages_in_scope(cross: Boundary, scope: str | None) -> list[list[SavedValue]]:
@@ -278,14 +270,12 @@ def storages_in_scope(cross: Boundary, scope: str | None) -> list[list[SavedValu
     return [group for group in groups.values() if all(map(ours, group))]
 
 
-def _gone(graphs: Graphs) -> dict[Any, int]:
+def _gone(fw: GraphMemory) -> dict[Any, int]:
     """By storage, the position of the forward's last kernel that reads it."""
-    nodes = _nodes(graphs.fw)
-    outputs = output_storages(graphs.fw.graph)
-    counted = written_storages(nodes, fuse_loops=True) | outputs if graphs.fused else {storage_of(n) for n in nodes}
+    nodes = [n for n in fw.nodes if n.op != "placeholder"]
     found: dict[Any, int] = {}
-    for node, last in last_readers(nodes, counted).items():
-        found[storage_of(node)] = max(last, found.get(storage_of(node), 0))
+    for node, last in last_readers(nodes, fw.written | fw.outputs, key_of=fw.keys.__getitem__).items():
+        found[fw.keys[node]] = max(last, found.get(fw.keys[node], 0))
     return found
 
 

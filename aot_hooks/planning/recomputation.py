@@ -9,7 +9,6 @@ A chain has only operators that are known to give the same result again.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch.fx import Graph, Node
 
 from ..graphs.backward_reads import BackwardReads
 from ..graphs.lifetimes import fuses, on_cuda
-from ..graphs.nodes import storage_bytes, storage_of
+from ..graphs.nodes import once_for_each_target, storage_bytes
 from ..graphs.repeats import draws
 from ..graphs.roofline import LAUNCH_MS, has_formula
 from ..graphs.saved import SavedValue
@@ -34,35 +33,39 @@ def with_recompute(
     values: list[Value],
     groups: Sequence[Sequence[SavedValue]],
     numbers: Mapping[Any, int | None],
+    keys: Mapping[Node, Any],
     times: Mapping[Node, float],
     gone: Mapping[Any, int],
 ) -> list[Value]:
     """`values` with the option to compute them again, from saved values or from a smaller tensor saved for that.
 
-    The smaller tensors come after the values.
+    The smaller tensors come after the values. `keys`: the storage of each node.
     """
     found = list(values)
     numbers = dict(numbers)
+    unsaved: set[Any] = set()  # storages that are saved only for this
     position = {node: i for i, node in enumerate(times)}
     for i, group in enumerate(groups):
         ends = [value.fw_node for value in group]
-        whole = _chain(ends, {key for key, number in numbers.items() if number != i and not _unsaved(found, number)})
-        cut = _cut(ends, values[i].nbytes, whole, {key for key, n in numbers.items() if n != i}, times, gone)
+        others = numbers.keys() - {keys[ends[0]]}
+        whole = _chain(ends, others - unsaved, keys)
+        cut = _cut(ends, values[i].nbytes, whole, others, keys, times, gone)
         for chain in (whole, cut):
             if chain is None:
                 continue
-            for key, node in {storage_of(n): n for n in chain.reads}.items():
+            for key, node in {keys[n]: n for n in chain.reads}.items():
                 if key not in numbers:
                     numbers[key] = len(found)
+                    unsaved.add(key)
                     found.append(_saved_for(values[i], node, gone[key] + 1))
-                elif _unsaved(found, number := numbers[key]) and number is not None:
+                elif key in unsaved and (number := numbers[key]) is not None:
                     other = found[number]
                     found[number] = dataclasses.replace(other, first=max(other.first, values[i].first))
             option = Option(
                 RECOMPUTE,
                 ms=sum(times[n] for n in chain.nodes),
-                sources=_known(numbers, chain.reads),
-                exact=_known(numbers, _read_exactly(chain, group, position)),
+                sources=_known(numbers, map(keys.__getitem__, chain.reads)),
+                exact=_known(numbers, map(keys.__getitem__, _read_exactly(chain, group, position))),
                 again=tuple(n.name for n in chain.nodes),
                 reads=tuple(n.name for n in chain.reads),
                 host_ms=_host_ms(chain),
@@ -78,13 +81,9 @@ def _host_ms(chain: _Chain) -> float:
     return LAUNCH_MS * (1 + sum(n.target is not operator.getitem and not fuses(n) for n in chain.nodes))
 
 
-def _known(numbers: Mapping[Any, int | None], nodes: Iterable[Node]) -> tuple[int, ...]:
-    """The numbers of the storages of `nodes`, without those that have none."""
-    return tuple(sorted({number for n in nodes if (number := numbers[storage_of(n)]) is not None}))
-
-
-def _unsaved(values: Sequence[Value], number: int | None) -> bool:
-    return number is not None and not values[number].saved
+def _known(numbers: Mapping[Any, int | None], storages: Iterable[Any]) -> tuple[int, ...]:
+    """The numbers of `storages`, without those that have none."""
+    return tuple(sorted({number for key in storages if (number := numbers[key]) is not None}))
 
 
 def _saved_for(value: Value, node: Node, gone: int) -> Value:
@@ -111,12 +110,13 @@ def _saved_for(value: Value, node: Node, gone: int) -> Value:
 
 
 def of_blocks(
-    groups: Sequence[Sequence[SavedValue]], block_of: Mapping[Node, str], *, last: bool
+    groups: Sequence[Sequence[SavedValue]], block_of: Mapping[Node, str], keys: Mapping[Node, Any], *, last: bool
 ) -> tuple[set[str], set[Any], set[str]] | None:
     """What checkpointing computes again: all but what one block gets from another, and what can't be repeated.
 
     Args:
         block_of: the block of each node of the forward, "" for one in none.
+        keys: the storage of each node of the forward.
         last: compute again what nodes in no block get, too, as torch's partition of checkpoints does: what the last
             block returns is not there yet while the backward of the head runs.
 
@@ -127,15 +127,15 @@ def of_blocks(
     def crosses(node: Node) -> bool:
         return any(block_of[u] not in ("" if last else None, block_of[node]) for u in node.users if u in block_of)
 
-    stops = {storage_of(node) for node in block_of if crosses(node) or not block_of[node]}
+    stops = {keys[node] for node in block_of if crosses(node) or not block_of[node]}
     stops.discard(None)  # the key of an operator with several results; these have their own
     again: set[str] = set()
     gone: set[Any] = set()
     reads: set[str] = set()
     position = {node: i for i, node in enumerate(block_of)}
     for group in sorted(groups, key=lambda group: position.get(group[0].fw_node, -1)):
-        key = storage_of(group[0].fw_node)
-        chain = None if key in stops else _chain([value.fw_node for value in group], stops)
+        key = keys[group[0].fw_node]
+        chain = None if key in stops else _chain([value.fw_node for value in group], stops, keys)
         if chain is None:  # what is computed from it can start there
             stops.add(key)
         else:
@@ -153,7 +153,7 @@ class _Chain:
     reads: dict[Node, None]
 
 
-def _chain(ends: Iterable[Node], stops: Collection[Any]) -> _Chain | None:
+def _chain(ends: Iterable[Node], stops: Collection[Any], keys: Mapping[Node, Any]) -> _Chain | None:
     """What computes `ends` again from the storages `stops`. None if an operator in it can't be repeated."""
     nodes: dict[Node, None] = {}
     reads: dict[Node, None] = {}
@@ -162,7 +162,7 @@ def _chain(ends: Iterable[Node], stops: Collection[Any]) -> _Chain | None:
         node = stack.pop()
         if node in nodes or node.op == "placeholder":
             continue
-        if storage_of(node) in stops:
+        if keys[node] in stops:
             reads[node] = None
         elif not _repeatable(node):
             return None
@@ -195,6 +195,7 @@ def _cut(
     nbytes: int,
     whole: _Chain | None,
     stops: Collection[Any],
+    keys: Mapping[Node, Any],
     times: Mapping[Node, float],
     gone: Mapping[Any, int],
 ) -> _Chain | None:
@@ -202,26 +203,26 @@ def _cut(
 
     None if it takes more than half of the time of the `whole` chain.
     """
-    own = {storage_of(n) for n in ends}
+    own = {keys[n] for n in ends}
 
     def ms_of(chain: _Chain | None) -> float:
         return math.inf if chain is None else sum(times[n] for n in chain.nodes)
 
     best, best_ms = None, ms_of(whole) / 2
-    if ms_of(known := _chain(ends, stops)) < best_ms:  # what is saved for others already
+    if ms_of(known := _chain(ends, stops, keys)) < best_ms:  # what is saved for others already
         best, best_ms = known, ms_of(known)
     seen: set[Any] = set(own)
     stack = list(ends)
     visited: set[Node] = set()
     while stack:
         node = stack.pop()
-        if node in visited or node.op == "placeholder" or (key := storage_of(node)) in stops:
+        if node in visited or node.op == "placeholder" or (key := keys[node]) in stops:
             continue
         visited.add(node)
         value = node.meta.get("val")
         if key not in seen and key in gone and isinstance(value, torch.Tensor):
             seen.add(key)
-            if 0 < 2 * storage_bytes(value) <= nbytes and ms_of(chain := _chain(ends, {*stops, key})) < best_ms:
+            if 0 < 2 * storage_bytes(value) <= nbytes and ms_of(chain := _chain(ends, {*stops, key}, keys)) < best_ms:
                 best, best_ms = chain, ms_of(chain)
         if key in own or best is None:
             stack += node.all_input_nodes
@@ -246,15 +247,18 @@ def _repeatable(node: Node) -> bool:
     if node.target is operator.getitem:
         return True
     target: Any = node.target
-    if node.op != "call_function" or not is_operator(target) or target.namespace not in ("aten", "prims"):
-        return False
-    if node.is_impure(impure_random=False) or target._schema.is_mutable or draws(node):
+    if node.op != "call_function" or not _is_functional(target) or draws(node):
         return False
     if target is torch.ops.aten.index.Tensor:  # by a mask, the result has a new size each time
         return all(n.meta["val"].dtype in (torch.int32, torch.int64) for n in node.all_input_nodes[1:])
     return _is_known(target) or fuses(node) or has_formula(node)
 
 
-@functools.cache  # operators are few
+@once_for_each_target
+def _is_functional(target: Any) -> bool:
+    return is_operator(target) and target.namespace in ("aten", "prims") and not target._schema.is_mutable
+
+
+@once_for_each_target
 def _is_known(target: Any) -> bool:
     return str(target).split(".")[1] in _REPEATABLE or torch.Tag.reduction in target.tags

@@ -109,11 +109,11 @@ class Trials:
     def planned(self) -> Planned:
         """The best plan, in graphs that are ready to be compiled."""
         best = self._best()
-        for gm, phase in ((best.graphs.fw, "forward"), (best.graphs.bw, "backward")):
+        for memory, phase in zip(best.graphs.memory, ("forward", "backward"), strict=True):
             if self._holds_kernels:
                 points = [point for point in best.plan.live_after if point.phase == phase]
-                write_when_made(gm)
-                hold_kernels(gm, points, best.peak - bytes_of(best.plan.live_after).beside(self.moments, phase))
+                write_when_made(memory)
+                hold_kernels(memory, points, best.peak - bytes_of(best.plan.live_after).beside(self.moments, phase))
         if self.budget.around is not None:
             best = self._around(self.budget.around, best)
         plan = best.plan if self.budget.least else in_step(best.plan, self.moments)
@@ -190,12 +190,12 @@ class Trials:
         saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary.tensors}
         found, plan = self.joint.hooked(graphs, chooses, self._trace_of(chooses))
         if self._holds_kernels:
-            unpack_early(found.bw)
-            split_kernels(found.bw)
+            unpack_early(found.memory[1])
+            split_kernels(found.memory[1])
         live = after = found.live()
         if self.limits.peak is not None:
             room = NEAR * self.limits.peak - bytes_of(live).beside(self.moments, "backward")
-            after = found.live() if join_kernels(found.bw, live, room) else live
+            after = found.live() if join_kernels(found.memory[1], live, room) else live
         plan = with_recomputed(plan, self.stock.boundary, self.groups, saved, chosen, self.step)
         rows = tuple(replace(d, settings=(self.joint.setting.key,)) for d in plan.decisions)
         plan = replace(plan, before_ms=self.before_ms, after_ms=found.ms(plan.transfers))

@@ -270,6 +270,20 @@ def test_the_lowest_peak_of_a_large_step_is_near_that_of_the_relaxed_program():
     assert found == solve(step, peak=None, max_error=0.05)
 
 
+def test_a_program_of_few_columns_is_solved_whole_once(monkeypatch):
+    """Its whole choice is the same each time, however far it is from the relaxed program."""
+    program = Program()
+    values = [[program.column(0, 1, 1.0)] for _ in range(3)]
+    program.over = program.column(0, 0)
+    program.row(dict.fromkeys(range(3), 2.0), 3.0, 6.0)  # one and a half of them; two, if they are whole
+    calls = []
+    monkeypatch.setattr(
+        Program, "solved", lambda self, whole, solved=Program.solved: calls.append(whole) or solved(self, whole)
+    )
+    found = integer_solution(program, [0.5, 0.5, 0.5, 0.0], values, 0.0)
+    assert calls == [3] and round(program.objective(found)) == 2
+
+
 def test_a_large_step_with_values_that_have_no_options():
     """Others are computed again from each of these, as from the mask of a T5's attention."""
     count = 200

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from aot_hooks.graphs.lifetimes import (
     SPLIT,
+    GraphMemory,
     Kernels,
     alive_along,
     last_readers,
@@ -20,7 +21,7 @@ from aot_hooks.graphs.lifetimes import (
     lifetimes,
     written_storages,
 )
-from aot_hooks.graphs.nodes import output_storages, storage_bytes, storage_of, storages
+from aot_hooks.graphs.nodes import output_storages, storage_bytes, storage_of
 from aot_hooks.graphs.workspaces import workspace_bytes
 from aot_hooks.passes.live_bytes import LivePoint
 from aot_hooks.planning import kernels
@@ -66,20 +67,17 @@ def ran(gm, inputs):
     return gm(*inputs)
 
 
-def live_points(gm):
-    nodes = list(gm.graph.nodes)
-    outputs = output_storages(gm.graph)
-    counted = written_storages(nodes, fuse_loops=True) | outputs | storages(gm.graph.find_nodes(op="placeholder"))
-    kernels = Kernels.of(nodes, counted)
+def live_points(graph):
+    memory = GraphMemory.of(graph)
     alive = alive_along(
-        nodes,
-        counted,
-        to_end=outputs,
-        last_reader=last_readers(nodes, counted, kernels),
+        memory.nodes,
+        memory.counted,
+        to_end=memory.outputs,
+        last_reader=last_readers(memory.nodes, memory.counted, memory.kernels),
         nbytes=lambda n: storage_bytes(n.meta["val"]),
-        kernels=kernels,
+        kernels=memory.kernels,
     )
-    return [LivePoint("backward", n.name, a, "", "") for n, a in zip(nodes, alive, strict=True)]
+    return [LivePoint("backward", n.name, a, "", "") for n, a in zip(memory.nodes, alive, strict=True)]
 
 
 def peak(gm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch import nn
 import aot_hooks
 from aot_hooks.errors import BudgetError
 from aot_hooks.planning import trials
+from aot_hooks.planning.assignment import Assignment
+from aot_hooks.planning.chunks import _Form, _Search
 
 WIDTH, WIDE, TOKENS = 16, 512, 2048  # Wide values of 4 MiB are the least that is worth tiles.
 
@@ -99,3 +102,20 @@ def test_the_lowest_peak_has_tiles_within_its_time(x: torch.Tensor, stock: aot_h
     plan = aot_hooks.plan(Model(), x, policy=budget(max_slowdown=0.5, max_error=0), inner="aten")
     assert [row.done for row in plan.tiled] == [True]
     assert plan.peak_bytes < 0.4 * stock.peak_bytes and plan.step_ratio <= 1.5
+
+
+@pytest.mark.parametrize(
+    ("form_ms", "lossy", "is_slow"), [(1.05, False, True), (1.05, True, False), (1.02, False, False)]
+)
+def test_tiles_as_slow_as_the_best_plan_are_not_planned_unless_they_may_round_less(
+    form_ms: float, lossy: bool, is_slow: bool
+) -> None:
+    """The best plan takes 1.05 of the time without hooks; the form with tiles, 1.05 or 1.02 as it is."""
+    row = SimpleNamespace(hook=SimpleNamespace(lossy=lossy), saved_bytes=1)
+    plan: Any = SimpleNamespace(before_ms=1.0, after_ms=1.05, step_ratio=1.05, decisions=(row,))
+    best: Any = SimpleNamespace(plan=plan)
+    joint, form = torch.fx.GraphModule({}, torch.fx.Graph()), torch.fx.GraphModule({}, torch.fx.Graph())
+    ms_of = {joint: 1.0, form: form_ms}.__getitem__
+    given = Assignment.of(budget(1 << 20))
+    search = _Search(given, ("tile",), None, None, ms_of, joint, _Form(joint, {}), 0, _Form(joint, {}), best, best)  # type: ignore[arg-type]
+    assert search.is_too_slow(_Form(form, {}, tiles="backward")) == is_slow

@@ -163,7 +163,7 @@ def test_the_host_launches_each_kernel_of_a_cuda_graph(monkeypatch: pytest.Monke
     with FakeTensorMode():
         gm = make_fx(function, tracing_mode="fake")(torch.empty(64, 64))
     assert roofline.host_ms(gm, fused=True) == 0.0
-    monkeypatch.setattr(roofline, "on_cuda", lambda _: True)
+    monkeypatch.setattr(lifetimes, "on_cuda", lambda _: True)
     copies = 2 * roofline.COPY_MS + roofline.CALL_MS
     assert roofline.host_ms(gm, fused=True) == pytest.approx(3 * roofline.LAUNCH_MS + copies)
     assert roofline.step_ms(gm, gm, True) > roofline.step_ms(gm, gm, True, launched=False)
@@ -213,7 +213,7 @@ def test_what_a_reduction_shares_a_kernel_with() -> None:
 
     with FakeTensorMode():
         gm = make_fx(function, tracing_mode="fake")(torch.empty(64, 16), torch.empty(16, 16))
-    assert roofline._fused_kernel_count(gm, list(gm.graph.nodes)) == 3
+    assert roofline._fused_kernel_count(lifetimes.GraphMemory(gm)) == 3
 
 
 def test_gradients_of_slices_are_computed_in_their_readers_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_gradients_of_slices_are_computed_in_their_readers_kernel(monkeypatch: p
 
     with FakeTensorMode():
         gm = make_fx(function, tracing_mode="fake")(torch.empty(64, 16), torch.empty(16, 16))
-    monkeypatch.setattr(roofline, "on_cuda", lambda _: True)
+    monkeypatch.setattr(lifetimes, "on_cuda", lambda _: True)
     assert roofline.host_ms(gm, fused=True) == pytest.approx(3 * roofline.LAUNCH_MS)
 
 
@@ -239,7 +239,7 @@ def test_a_lookup_that_a_product_reads_is_a_kernel(monkeypatch: pytest.MonkeyPat
     with FakeTensorMode():
         words, i = torch.empty(8, 16), torch.empty(64, dtype=torch.int64)
         gm = make_fx(function, tracing_mode="fake")(words, i, torch.empty(16, 16))
-    monkeypatch.setattr(roofline, "on_cuda", lambda _: True)
+    monkeypatch.setattr(lifetimes, "on_cuda", lambda _: True)
     assert roofline.host_ms(gm, fused=True) == pytest.approx(3 * roofline.LAUNCH_MS)
 
 
