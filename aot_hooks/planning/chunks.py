@@ -30,6 +30,7 @@ from ..passes.plan import Plan
 from ..passes.tile import Tiled, tiled
 from .assignment import Assignment
 from .recipe import Recipe, Refused, warn_of_refused
+from .search import OutOfReach
 from .trials import Planned
 
 log = logging.getLogger("aot_hooks")
@@ -55,7 +56,9 @@ _GAIN = 0.002
 class Within(Protocol):
     """Plans a joint graph. Arguments as of `partition_within`, which says what it raises."""
 
-    def __call__(self, gm: GraphModule, lenient: bool, follows: bool | None = None) -> Planned: ...
+    def __call__(
+        self, gm: GraphModule, lenient: bool, follows: bool | None = None, gives_up: bool = False
+    ) -> Planned: ...
 
 
 _Made = dict[tuple[GraphModule, int | str], tuple[GraphModule, tuple[Any, ...]]]
@@ -99,6 +102,8 @@ class _Search:
         tightest: the form whose step without hooks has the lowest peak, `lowest` bytes.
         best, taken: the best plan so far, and its form.
         chunks, parts: what is known of last layers and parts that the best plan has not in chunks or tiles.
+        left: forms that were left without a search, since their programs are far over the peak. They are searched if
+            no other one fits.
     """
 
     budget: Assignment
@@ -115,13 +120,16 @@ class _Search:
     chunks: tuple[Chunked, ...] = ()
     parts: tuple[Tiled, ...] = ()
     errors: list[BudgetError] = field(default_factory=list)
+    left: list[_Form] = field(default_factory=list)
 
-    def tried(self, form: _Form) -> Planned | None:
+    def tried(self, form: _Form, gives_up: bool = True) -> Planned | None:
         try:
-            return _with_form(self.within(form.gm, False, follows=False), form)
+            return _with_form(self.within(form.gm, False, follows=False, gives_up=gives_up), form)
+        except OutOfReach:
+            self.left.append(form)
         except BudgetError as e:
             self.errors.append(e)
-            return None
+        return None
 
     def lowers(self, form: _Form) -> bool:
         """Whether the step without hooks has a lower peak in this form. If so, the form is the tightest."""
@@ -131,12 +139,12 @@ class _Search:
         self.lowest, self.tightest = peak, form
         return True
 
-    def is_fine_enough(self, form: _Form) -> bool:
+    def is_fine_enough(self, form: _Form, gives_up: bool = True) -> bool:
         """Take the plan of this form if it is better. Returns whether no finer one is tried.
 
         That is so if the plan has no hooks.
         """
-        one = self.tried(form)
+        one = self.tried(form, gives_up)
         if one is None or not _is_in_time(self.budget, _ratio(one.plan), self.whole):
             return False
         if self.best is None or _is_better(self.budget, one.plan, self.best.plan):
@@ -173,6 +181,9 @@ class _Search:
                     break
                 if form.tiles and self.lowers(form) and self.is_fine_enough(form):
                     break
+        for form in reversed(self.left):  # the tightest first
+            if self.best is None:
+                self.is_fine_enough(form, gives_up=False)
         if self.best is None and self.budget.lenient:
             form = self.tightest
             self.best, self.taken = _with_form(self.within(form.gm, True, follows=False), form), form

@@ -104,7 +104,7 @@ class Trials:
         slowdown = max(budget.step_ratio, casts)
         # how many calls there are is a guess for the first least, which soon gets another plan
         finely, peak = self.moments != _UNKNOWN, None if self.peak is None else self.peak - less
-        self.limits = Limits(peak, slowdown, ERROR * budget.max_error, casts, finely)
+        self.limits = Limits(peak, slowdown, ERROR * budget.max_error, casts, finely, budget.gives_up)
 
     def planned(self) -> Planned:
         """The best plan, in graphs that are ready to be compiled."""

@@ -28,6 +28,7 @@ from .candidates import GAIN, Simulation
 from .in_step import bytes_of, in_step
 from .options import Joint
 from .recipe import Recipe, Refused, warn_of_refused
+from .search import OutOfReach
 from .simulated import held_on_average
 from .step import ALONE, Apart
 from .trials import Planned, Trials, planned
@@ -36,15 +37,19 @@ log = logging.getLogger("aot_hooks")
 _FEW = 64  # So many values a graph has at most whose calls are planned apart: no step has many calls of a large one.
 
 
-def partition_within(joint: Joint, *, lenient: bool = True, follows: bool | None = None) -> Planned:
+def partition_within(
+    joint: Joint, *, lenient: bool = True, follows: bool | None = None, gives_up: bool = False
+) -> Planned:
     """The two graphs of `joint` with the budget of its setting met, and their plan with live bytes and times.
 
     Args:
         lenient: if nothing fits and the budget is lenient, take the least.
         follows: whether the budget's recipe is followed. None: if it can be; otherwise a warning says why not.
+        gives_up: the graph has tighter forms, so that it may be left where its program is far over the peak.
 
     Raises:
         BudgetError: no choice stays under the peak.
+        OutOfReach: likewise, but nothing was tried.
         Refused: the recipe can't be followed, and `follows` is True.
     """
     budget: Any = joint.setting.rule
@@ -56,7 +61,8 @@ def partition_within(joint: Joint, *, lenient: bool = True, follows: bool | None
             if follows:
                 raise
             warn_of_refused(budget, e)
-    budget = replace(budget, recipe=None)
+    alone = budget.moments == ALONE and not budget.wholes  # else ways of the whole step may do
+    budget = replace(budget, recipe=None, gives_up=gives_up and alone)
     strict = replace(budget, lenient=False)
     errors: list[BudgetError] = []
     found = _alike(joint, strict, errors)
@@ -87,6 +93,8 @@ def _alike(joint: Joint, budget: Assignment, errors: list[BudgetError]) -> Plann
     for way in ways:
         try:
             one = planned(joint, way)
+        except OutOfReach:
+            raise  # other ways have fewer means
         except BudgetError as error:
             errors.append(error)
             continue

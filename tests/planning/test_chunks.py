@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import aot_hooks
 from aot_hooks.errors import BudgetError, CacheWarning, error_behind
 from aot_hooks.passes.chunk import Chunked
 from aot_hooks.passes.live_bytes import LivePoint
-from aot_hooks.planning import chunks, trials
+from aot_hooks.planning import chunks, search, trials
 from aot_hooks.planning.assignment import Assignment
 from aot_hooks.planning.budget import ALLOWED
 
@@ -219,3 +220,36 @@ def test_chunks_that_are_too_slow_without_hooks_are_not_planned(
     found = chunks.with_chunks(Assignment.of(budget("1MiB")), joint, within, stock, times.__getitem__)
     assert seen == [joint, in_chunks][:planned]
     assert found.fw is seen[-1]
+
+
+def test_a_form_that_is_far_over_the_peak_is_not_searched_where_another_fits(
+    ids: torch.Tensor, stock: aot_hooks.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits alone are over this budget. The plan in chunks is the one of a search of both forms."""
+    searched: list[bool] = []
+    made = trials.Trials._partitioned
+    monkeypatch.setattr(trials.Trials, "_partitioned", lambda *a: searched.append(True) or made(*a))
+
+    def planned() -> tuple[aot_hooks.Plan, int]:
+        searched.clear()
+        return aot_hooks.plan(Model(), ids, policy=budget(stock.peak_bytes // 4), inner="aten"), len(searched)
+
+    plan, few = planned()
+    monkeypatch.setattr(search, "_OUT_OF_REACH", math.inf)
+    expected, many = planned()
+    assert few < many
+    assert [row.done for row in rows(plan)] == [True] and plan.peak_bytes <= stock.peak_bytes // 4
+    assert (plan.peak_bytes, plan.step_ratio) == (expected.peak_bytes, expected.step_ratio)
+
+
+def test_where_no_form_fits_all_are_searched_for_the_least(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def error() -> BudgetError:
+        with pytest.raises(Exception, match="the least that was found takes") as caught:
+            aot_hooks.plan(Model(), ids, policy=budget(2**20), inner="aten")
+        found = error_behind(caught.value, BudgetError)
+        assert found is not None
+        return found
+
+    found = error()
+    monkeypatch.setattr(search, "_OUT_OF_REACH", math.inf)
+    assert str(found) == str(error())
