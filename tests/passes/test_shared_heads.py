@@ -174,7 +174,7 @@ def test_kernels_of_cuda_read_shared_heads(kernel: str) -> None:
         k, v = (y.repeat_interleave(8, dim=1) for y in (k, v))
         return F.scaled_dot_product_attention(q.cos(), k, v, is_causal=True)
 
-    with sdpa_kernel(SDPBackend[kernel]):
+    with sdpa_kernel(getattr(SDPBackend, kernel)):
         fn = compiled(repeated, EXACTLY, "inductor")
         both = [f(q, k, v) for f in (fn, repeated)]
         found, expected = ([y, *torch.autograd.grad(y, (q, k, v), gradient)] for y in both)
