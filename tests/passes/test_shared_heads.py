@@ -187,4 +187,5 @@ def test_kernels_of_cuda_read_shared_heads(kernel: str) -> None:
         made = torch.autograd.grad(y, (q, k, v), gradient)
         taken = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in made)
     print(kernel, taken / 2**20, "MiB beside the gradients")
-    assert taken <= 1.01 * (4 * (q.numel() + q.numel() // 128) + 2 * q.nbytes)
+    times = 2 if kernel == "FLASH_ATTENTION" else 1
+    assert taken <= 1.01 * (4 * (q.numel() + q.numel() // 128) + times * 2 * q.nbytes)
