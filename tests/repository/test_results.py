@@ -123,7 +123,7 @@ def test_every_current_file_has_a_command_whose_script_is_there() -> None:
     """A file of the history may be of a script that ended: the one at its commit."""
     for kind, entry in [*MANIFEST["current"].items(), *MANIFEST["history"].items()]:
         assert entry["shows"].endswith(".") and "|" not in entry["shows"]
-        scripts = re.findall(r"\S+\.py\b", entry["command"] or "")
+        scripts = re.findall(r"\S+\.(?:py|sh)\b", entry["command"] or "")
         assert not entry["command"] or "pytest" in entry["command"] or len(scripts) == 1, kind
         if kind in MANIFEST["current"]:
             assert entry["command"] and all((ROOT / script).is_file() for script in scripts), kind
