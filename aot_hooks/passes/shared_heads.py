@@ -4,9 +4,10 @@
                 dk8 [2, 32, n, d] --view, sum over 8--> dk [2, 4, n, d]
       after     attention(q, k, v), whose backward returns dk                           as with `enable_gqa=True`
 
-Models repeat them by hand for the kernels that don't know shared heads; these ones do. In blocks of Qwen3-30B-A3B's
-shape 256 MiB of keys and values become 32, and as many of their gradients, which flash attention makes for each head
-first: 256 MiB inside. The outputs are the same, and sums over heads have other last digits.
+Models repeat them by hand for the kernels that don't know shared heads; cuDNN's and a CPU's do. In blocks of
+Qwen3-30B-A3B's shape 256 MiB of keys and values become 32, and as many of their gradients, which cuDNN makes for each
+head first: 256 MiB inside. The outputs are the same, and sums over heads have other last digits. CUDA's flash attention
+has these gradients twice inside, so it would hold more than with repeated heads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.fx import GraphModule, Node
 from ..graphs.nodes import argument_called, target_name
 from .edits import call, described_as, run_on_fakes
 
-_KERNELS = ("flash_attention", "cudnn_attention", "flash_attention_for_cpu")
+_KERNELS = ("cudnn_attention", "flash_attention_for_cpu")
 _FORWARD = tuple(f"aten._scaled_dot_product_{name}.default" for name in _KERNELS)
 _BACKWARD = tuple(f"aten._scaled_dot_product_{name}_backward.default" for name in _KERNELS)
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
