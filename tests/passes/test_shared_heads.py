@@ -126,6 +126,24 @@ def test_a_mask_of_each_head_stays(heads) -> None:
     assert set(heads) <= {HEADS}
 
 
+@pytest.mark.parametrize("width", [WIDTH, 2 * WIDTH])
+def test_keys_whose_numbers_are_not_side_by_side_stay(heads, width) -> None:
+    """As after a convolution, or every second number: kernels read them as if they were, repeated keys are copies."""
+
+    def layer(x: Tensor, *weights: Tensor) -> Tensor:
+        q, k, v = ((x @ w).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for w in weights)
+        if width == WIDTH:
+            k, v = (y.mT.contiguous().mT for y in (k, v))
+        else:
+            k, v = (y.repeat_interleave(2, dim=-1).sin()[..., ::2] for y in (k, v))
+        return F.scaled_dot_product_attention(q, interleaved(k), interleaved(v), is_causal=True)
+
+    args = arguments()
+    for found, exact in zip(gradients(compiled(layer, EXACTLY), args), gradients(layer, args), strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+    assert heads == [HEADS] * 4
+
+
 @pytest.mark.parametrize("policy", [lossless(), budget("1GiB", max_error=0)])
 def test_exact_means_keep_the_order_of_sums(heads, policy) -> None:
     args, layer = arguments(), attention(interleaved)
