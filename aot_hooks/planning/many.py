@@ -517,13 +517,18 @@ class Group:
             self.accepted.clear()  # the next step is over what is left, and gets another plan
 
     def has_plan_for(self, instants: Sequence[Instant]) -> bool:
-        """Whether the graphs have been planned for a step of these instants, with as many bytes of gradients."""
+        """Whether the graphs have been planned for a step of these instants, with as many bytes of gradients, and with
+        no more outputs that are free."""
 
         def calls(instants: Sequence[Instant]) -> list[Any]:
             return [(instant.phase, instant.runs, instant.holding) for instant in instants]
 
-        found = [calls(each) for each in self.traces if each[-1].gradient_bytes >= instants[-1].gradient_bytes]
-        return self.planned_peak == self.peak_bytes and calls(instants) in found
+        def takes_as_much(planned: Sequence[Instant]) -> bool:
+            freed = all(a.freed_bytes <= b.freed_bytes for a, b in zip(planned, instants, strict=True))
+            return freed and planned[-1].gradient_bytes >= instants[-1].gradient_bytes
+
+        found = [each for each in self.traces if calls(each) == calls(instants)]
+        return self.planned_peak == self.peak_bytes and any(map(takes_as_much, found))
 
     def plan(self, trace: Trace, instants: list[Instant], graphs: Sequence[Graph]) -> None:
         """Have the graphs compiled again for a step like `trace`, of these instants."""

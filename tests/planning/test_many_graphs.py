@@ -113,6 +113,41 @@ def test_what_a_call_returned_counts_in_its_backward_if_the_program_holds_it(x, 
     assert most - plan.peak_bytes == 8, "the loss and its gradient, which no graph has made"
 
 
+def test_a_step_that_holds_more_outputs_than_the_planned_one_is_planned_again(tmp_path):
+    """The first step, which is planned, drops what the last block returned; the others keep it for a while."""
+    x, model, kept = torch.randn(256, WIDTH, requires_grad=True), model_of(*[Block] * 6), []
+    expected = gradients(model, x)
+
+    def step() -> None:
+        y = model(x)
+        loss = y.sin().sum()
+        kept[:] = [y] if is_planned() else []
+        del y
+        loss.backward()
+
+    def is_planned() -> bool:
+        return any(group.traces for group in many._groups.values())
+
+    def peaks(budgeted: int) -> tuple[int, int]:
+        torch._dynamo.reset()
+        many._groups.clear()
+        compile_blocks(model, budget(budgeted, max_error=0, allow=("recompute",)))
+        for _ in range(5):
+            assert_equal(train(model, x, step), expected)
+        kept.clear()
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        (group,) = many._groups.values()
+        return group.predicted, most_allocated(step, tmp_path)
+
+    peak = int(0.75 * peak_of(model, x, 1))
+    predicted, most = peaks(peak)
+    assert most - predicted == 8 and predicted <= peak
+    tight = predicted - x.nbytes // 2  # fits where the output is dropped, and not where it is kept
+    predicted, most = peaks(tight)
+    assert most - predicted == 8 and predicted <= tight
+
+
 def test_the_graph_that_is_planned_first_says_what_the_step_takes(tmp_path):
     """Its plan counts the shares of graphs that are planned after it, which take less."""
     x, model = torch.randn(ROWS, WIDTH), model_of(*[Block] * 6)  # no gradient: the first block has a graph of its own
