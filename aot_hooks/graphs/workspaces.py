@@ -97,9 +97,10 @@ def _attention_backward(node: Node) -> int:
     count = torch_values.hint(queries.numel())
     nbytes = 4 * (count + count // max(1, torch_values.hint(queries.shape[-1])))
     for value in shared if target_name(node).startswith("aten._scaled") else ():
-        if isinstance(value, torch.Tensor) and value.shape[1] != queries.shape[1]:  # [batch, heads, length, width]
-            times = 2 if "flash" in target_name(node) else 1
-            nbytes += times * tensor_bytes(value) // value.shape[1] * queries.shape[1]
+        if isinstance(value, torch.Tensor):  # [batch, heads, length, width]
+            heads, fewer = (torch_values.hint(each.shape[1]) for each in (queries, value))
+            times = 0 if heads == fewer else 2 if "flash" in target_name(node) else 1
+            nbytes += times * tensor_bytes(value) // max(1, fewer) * heads
     return nbytes
 
 

@@ -90,6 +90,8 @@ def _before_repeating(heads: Any) -> Node | None:
         return None
     base: Any = single.args[0]
     fewer = base.meta["val"].shape[1]
+    if base.meta["val"].stride(-1) != 1:  # kernels read a head's numbers side by side, as in the repeated copy
+        return None
     fits = tuple(base.meta["val"].shape) == (batch, fewer, *rest) and count % fewer == 0 and fewer < count
     return base if fits and tuple(node.meta["val"].shape) == (batch, fewer, count // fewer, *rest) else None
 

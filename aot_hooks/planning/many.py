@@ -416,11 +416,15 @@ class Group:
                 recorder.end()
 
     def on_backward_begin(self, step: Step, call: Call, retains: bool) -> None:
-        """Note what of the call's outputs is free. If a second backward may come (`retains`), warn if that one, beside
-        all saved tensors, would exceed the peak."""
+        """Note what of the call's outputs is free, and what the program holds of others. If a second backward may come
+        (`retains`), warn if that one, beside all saved tensors, would exceed the peak."""
         with _lock:
             if not retains:
-                call.freed_bytes = sum(nbytes for memory, nbytes in call.returned if memory.expired())
+                dropped = call.what.drops_others  # these bytes count nothing already
+                own = 0 if dropped else sum(nbytes for memory, nbytes in call.returned if memory.expired())
+                held = dict(pair for other in step.calls if other.freed_bytes is not None for pair in other.returned)
+                others = held.keys() - {memory for memory, _ in call.returned}
+                call.freed_bytes = own - sum(held[memory] for memory in others if not memory.expired())
                 return
             calls = [call.what.nbytes for call in step.calls]
             held, working = sum(c.held for c in calls), max((c.backward - c.held for c in calls), default=0)
@@ -461,7 +465,7 @@ class Group:
             for graph in {version.graph for version in trace.calls}:
                 graph.frees_inputs = frees_inputs(step, graph)
             gathered += max(step.eager_bytes - gathered_first, 0)
-            freed = [0 if call.what.drops_others else call.freed_bytes for call in step.calls]
+            freed = [call.freed_bytes or 0 for call in step.calls]
             self.plan_or_accept(step, trace, lambda key: instants_of(trace, key, gradients, gathered, freed))
 
     def plan_or_accept(self, step: Step, trace: Trace, instants: Callable[..., list[Instant]]) -> None:
@@ -517,13 +521,18 @@ class Group:
             self.accepted.clear()  # the next step is over what is left, and gets another plan
 
     def has_plan_for(self, instants: Sequence[Instant]) -> bool:
-        """Whether the graphs have been planned for a step of these instants, with as many bytes of gradients."""
+        """Whether the graphs have been planned for a step of these instants, with as many bytes of gradients, and with
+        no more outputs that are free."""
 
         def calls(instants: Sequence[Instant]) -> list[Any]:
             return [(instant.phase, instant.runs, instant.holding) for instant in instants]
 
-        found = [calls(each) for each in self.traces if each[-1].gradient_bytes >= instants[-1].gradient_bytes]
-        return self.planned_peak == self.peak_bytes and calls(instants) in found
+        def takes_as_much(planned: Sequence[Instant]) -> bool:
+            freed = all(a.freed_bytes <= b.freed_bytes for a, b in zip(planned, instants, strict=True))
+            return freed and planned[-1].gradient_bytes >= instants[-1].gradient_bytes
+
+        found = [each for each in self.traces if calls(each) == calls(instants)]
+        return self.planned_peak == self.peak_bytes and any(map(takes_as_much, found))
 
     def plan(self, trace: Trace, instants: list[Instant], graphs: Sequence[Graph]) -> None:
         """Have the graphs compiled again for a step like `trace`, of these instants."""

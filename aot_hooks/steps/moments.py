@@ -28,7 +28,8 @@ class Instant:
         holding: how many other calls hold their saved tensors meanwhile, by graph.
         gradient_bytes: gradients of parameters that earlier backwards left.
         gathered_bytes: parameters that are gathered for a while, as with FSDP2.
-        freed_bytes: what the call returned, if nothing holds it any more: the bytes of its backward contain it.
+        freed_bytes: what the call returned, if nothing holds it any more: the bytes of its backward contain it. Less
+            what the program still holds of calls that have run backward: no other bytes contain it.
     """
 
     phase: str
@@ -57,7 +58,7 @@ def instants_of(
     Args:
         gradient_bytes: those that earlier backwards left, at each event; (): none.
         gathered_bytes: of the parameters that are gathered.
-        freed_bytes: of each call, what it returned and nothing holds any more when its backward begins; (): nothing.
+        freed_bytes: of each call, those of its `Instant` in the backward; (): 0.
     """
     keys = [key(what) for what in trace.calls]
     instants: list[Instant] = []

@@ -99,7 +99,8 @@ class Call:
         accumulates: for each of these, whether it had a gradient by then.
         outputs: likewise, to tensors with a gradient that it returned.
         returned: the memory of these, but for that of inputs, and its bytes.
-        freed_bytes: those of `returned` that nothing held any more when its backward began.
+        freed_bytes: those of `returned` that nothing held any more when its backward began, less what was held by then
+            of other calls whose backward had begun. None before that.
         inputs: the memory of other tensors with a gradient that it reads.
         is_chained: a call of the same graph returned all these.
     """
@@ -113,7 +114,7 @@ class Call:
     inputs: Sequence[StorageWeakRef] = ()
     outputs: Sequence[weakref.ref[torch.Tensor]] = ()
     returned: Sequence[tuple[StorageWeakRef, int]] = ()
-    freed_bytes: int = 0
+    freed_bytes: int | None = None
     is_chained: bool = False
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aot_hooks import budget, lossless, partitioner
@@ -126,6 +128,24 @@ def test_a_mask_of_each_head_stays(heads) -> None:
     assert set(heads) <= {HEADS}
 
 
+@pytest.mark.parametrize("width", [WIDTH, 2 * WIDTH])
+def test_keys_whose_numbers_are_not_side_by_side_stay(heads, width) -> None:
+    """As after a convolution, or every second number: kernels read them as if they were, repeated keys are copies."""
+
+    def layer(x: Tensor, *weights: Tensor) -> Tensor:
+        q, k, v = ((x @ w).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for w in weights)
+        if width == WIDTH:
+            k, v = (y.mT.contiguous().mT for y in (k, v))
+        else:
+            k, v = (y.repeat_interleave(2, dim=-1).sin()[..., ::2] for y in (k, v))
+        return F.scaled_dot_product_attention(q, interleaved(k), interleaved(v), is_causal=True)
+
+    args = arguments()
+    for found, exact in zip(gradients(compiled(layer, EXACTLY), args), gradients(layer, args), strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+    assert heads == [HEADS] * 4
+
+
 @pytest.mark.parametrize("policy", [lossless(), budget("1GiB", max_error=0)])
 def test_exact_means_keep_the_order_of_sums(heads, policy) -> None:
     args, layer = arguments(), attention(interleaved)
@@ -158,6 +178,22 @@ def test_gradients_of_each_head_count_while_attention_adds_them_up(shared: int, 
         node.meta["val"] = value
     backward = graph.call_function(aten._scaled_dot_product_cudnn_attention_backward.default, tuple(nodes))
     assert workspace_bytes(backward) == (2 + more_mib) * 2**20 + 4 * 2 * HEADS * 512
+
+
+def test_symbolic_heads_count_by_their_hints() -> None:
+    """And nothing is assumed of them, which would compile the program again for another number."""
+    graph, shapes = Graph(), ShapeEnv()
+    mode, dynamic = FakeTensorMode(shape_env=shapes), [DimDynamic.STATIC, DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * 2]
+    for name, heads in (("gradient", 8), ("q", 8), ("k", 2), ("v", 2)):
+        value = torch.empty(2, heads, 512, 64, dtype=torch.bfloat16, device="meta")
+        context = StatelessSymbolicContext(dynamic_sizes=dynamic)
+        fake = mode.from_tensor(value, symbolic_context=context, source=ConstantSource(name))
+        with mode:
+            graph.placeholder(name).meta["val"] = torch.empty(fake.shape, dtype=torch.bfloat16, device="cuda")
+    backward = graph.call_function(aten._scaled_dot_product_cudnn_attention_backward.default, tuple(graph.nodes))
+    known = len(shapes.guards)
+    assert workspace_bytes(backward) == 4 * 2**20 + 4 * 2 * 8 * 512
+    assert len(shapes.guards) == known
 
 
 @pytest.mark.gpu
