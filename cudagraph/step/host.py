@@ -317,8 +317,8 @@ class HostState:
             if isinstance(value, (list, deque, set)):
                 self._lists.append(value)
             self._later(path, "[{}]", range(len(value)), value, depth)
-        # A module has a dozen OrderedDicts, and asking for a `__dict__` makes one.
-        own = type(value) is not OrderedDict and is_users_class(type(value))
+        # A module has a dozen empty OrderedDicts, and asking for a `__dict__` makes one.
+        own = (type(value) is not OrderedDict or len(value)) and is_users_class(type(value))
         if own and isinstance(getattr(value, "__dict__", None), dict):
             self._attributes(path, value, depth)
 
