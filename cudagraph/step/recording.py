@@ -423,7 +423,9 @@ def _flags_among_changes(host: HostState, now: HostState, numbers: Numbers) -> d
     """The flags (a bool or None) that the captured step has changed: a replay sets them, too. Raise if the step has
     changed other host values: `Unforeseen`, if another capture can allow for them."""
     changed = host.differences(now)
-    flags = {path: now.leaves[path][1] for path in changed if path in host.flags.keys() & now.flags.keys()}
+    # Not one of a dict that the step puts in the place of another, which the program may still hold.
+    kept = [p for p, (owner, _) in host.flags.items() if p in now.flags and now.flags[p][0] is owner]
+    flags = {path: now.leaves[path][1] for path in kept if path in changed}
     changed = {path: how for path, how in changed.items() if path not in flags}
     stored = {path: container[key] for path, (container, key) in host.stored().items()}
     outputs = [path for path, value in stored.items() if path not in host.outputs and is_storable(value)]

@@ -250,6 +250,30 @@ def test_a_flag_that_the_step_itself_sets_is_set_by_replays(device):
     assert step.refused == "" and cudagraph.stats()["recordings"] == 2 and cudagraph.stats()["replays"] >= 12
 
 
+def test_a_flag_in_a_dict_that_the_step_makes_anew(device):
+    """A replay can't set it in the dict of before: somebody may hold that."""
+    found = []
+    for wrap in (cudagraph.whole_step, lambda f: f):
+        model, optimizer, *_ = pair(device, sgd)
+        model.status = {"is_odd": False}
+
+        @wrap
+        def step(x, y, model=model, optimizer=optimizer):
+            model.status = {"is_odd": not model.status["is_odd"]}
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        held = []
+        for x, y in batches(device, 8):
+            step(x, y)
+            held.append(model.status)
+        found.append(held)
+        if isinstance(step, cudagraph.step.whole.WholeStep):
+            assert "status['is_odd'] each time" in step.refused
+    assert found[0] == found[1]
+
+
 def test_a_decorator_with_options(device):
     ours, optimizer, _, _ = pair(device, adamw)
 
