@@ -24,7 +24,7 @@ from ..tree.dispatch import as_they_are
 from ..tree.record import Snapshot
 from ..tree.tree import one_capture
 from .accumulators import is_referenced, renew_for_capture, why_referenced, why_shared
-from .gradients import Gradients
+from .gradients import Gradients, ReadsGradients
 from .host import ALL, HostRandom, HostState
 from .inputs import Inputs, StepCall
 from .numbers import Numbers, Place, Traced, replaced
@@ -258,6 +258,8 @@ def record_step(
         attempt.find_blocks()
         return attempt.recording(update)
     except BaseException as error:
+        if isinstance(error, ReadsGradients):
+            error.places = attempt.gradients.not_dropped()
         traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
         attempt.undo()
         raise
@@ -298,7 +300,7 @@ class _Attempt:
         in_buckets = [x for model in self.replicas if model.gradient_as_bucket_view for x in model.parameters()]
         places = [(x, "grad") for x in parameters_of(host)]
         places += torch_distributed.unreduced_gradients(host.objects())
-        self.gradients = Gradients(places, reads=step.reads_gradients, in_buckets=in_buckets)
+        self.gradients = Gradients(places, reads=step.read_gradients, in_buckets=in_buckets)
 
     def capture(self, run: Callable[..., Any]) -> None:
         """Capture the step. It runs on the host only, so no tensor has other values after it."""

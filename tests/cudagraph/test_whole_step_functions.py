@@ -171,11 +171,12 @@ def backward_and_update(device):
     return [model], [backward, backward, update]
 
 
-def generator_and_critic(device):
+def generator_and_critic(device, wrap=lambda model: model):
     """The generator's loss leaves gradients on the critic, which drops them. The critic leaves those of the other."""
     torch.manual_seed(1)
-    generator, critic = torch.nn.Linear(4, 4).to(device), torch.nn.Linear(4, 1).to(device)
-    optimizers = sgd(generator), sgd(critic)
+    models = torch.nn.Linear(4, 4).to(device), torch.nn.Linear(4, 1).to(device)
+    optimizers = [*map(sgd, models)]
+    generator, critic = map(wrap, models)
 
     def train_critic(x, y):
         optimizers[1].zero_grad()
@@ -191,10 +192,19 @@ def generator_and_critic(device):
         optimizers[0].step()
         return loss
 
-    return [generator, critic], [train_critic, train_generator]
+    return models, [train_critic, train_generator]
 
 
-@pytest.mark.parametrize("make", [backward_and_update, generator_and_critic])
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def compiled_generator_and_critic(device):
+    """Nobody watches such steps, and one both drops gradients and adds to others."""
+    return generator_and_critic(device, compiled)
+
+
+@pytest.mark.parametrize("make", [backward_and_update, generator_and_critic, compiled_generator_and_critic])
 def test_steps_that_leave_each_other_gradients(device, make):
     models, functions = make(device)
     eager, expected = make(device)
@@ -211,6 +221,35 @@ def test_steps_that_leave_each_other_gradients(device, make):
     stats = cudagraph.stats()
     if torch_cuda.can_swap() or torch.device(device).type == "cuda":  # else replays give out copies of gradients
         assert stats["recordings"] <= 4 and stats["replays"] >= len(data) * len(functions) - 4, stats
+
+
+def test_compiled_calls_of_which_the_first_drops_gradients(device):
+    """Nobody watches, so the first call is recorded with stand-ins even if another one reads gradients."""
+    ours, optimizer, eager, eager_optimizer = pair(device, sgd)
+
+    def make_step(model, optimizer, called):
+        def step(x, y, is_first, is_last):
+            if is_first:
+                optimizer.zero_grad()
+            loss = F.mse_loss(called(x), y)
+            loss.backward()
+            if is_last:
+                optimizer.step()
+            return loss
+
+        return step
+
+    step = cudagraph.whole_step(make_step(ours, optimizer, compiled(ours)))
+    expected = make_step(eager, eager_optimizer, eager)
+    for i, (x, y) in enumerate(batches(device, 36)):
+        assert torch.equal(step(x, y, i % 3 == 0, i % 3 == 2), expected(x, y, i % 3 == 0, i % 3 == 2).detach())
+        assert_equal(ours, eager)
+        for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+    stats = cudagraph.stats()
+    assert step.refused == "" and stats["skips"] == 0
+    if torch_cuda.can_swap() or torch.device(device).type == "cuda":  # else replays give out copies of gradients
+        assert stats["recordings"] <= 4, stats
 
 
 def test_weights_that_are_frozen_in_each_second_call(device):
