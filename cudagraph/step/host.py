@@ -111,6 +111,9 @@ class HostState:
         self._copy_of = {id(d): each for d, each in zip(self._dicts, self._copies, strict=False)}
         self._differentiable = [x for x in (*self.tensors.values(), *self.spread.values()) if x.requires_grad]
         self._hooks = [*map(torch_cuda.gradient_hooks, self._differentiable)]
+        # Of `DTensor`s. A recording guards their parts, and other tensors.
+        self._spread = [*self.spread.values()]
+        self._parts, self._require = [*map(local_part, self._spread)], [x.requires_grad for x in self._spread]
         self.note_versions()
 
     def objects(self) -> list[Any]:
@@ -133,6 +136,8 @@ class HostState:
             and all(map(is_, map(type, self._objects), self._classes))
             and all(map(is_, map(ATTRIBUTES, self._owners), self._attribute_dicts))
             and [*map(torch_cuda.gradient_hooks, self._differentiable)] == self._hooks
+            and [x.requires_grad for x in self._spread] == self._require
+            and all(map(is_, map(local_part, self._spread), self._parts))
             and all(_same(read(), saved) for read, _, saved in self._views)
             and [x._version for x in self.on_cpu] == self._cpu_versions
         )

@@ -10,6 +10,9 @@ from collections import ChainMap, OrderedDict, UserDict, deque
 
 import pytest
 import torch
+from ranks import group_of_one
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from cudagraph.step import host
 from cudagraph.step.host import CannotCompare, HostState
@@ -166,6 +169,20 @@ def test_hooks_of_a_parameter_are_seen():
     handle = model.weight.register_post_accumulate_grad_hook(lambda p: None)
     assert not before.unchanged() and before.differences(HostState({"model": model}, "cpu"))
     handle.remove()
+
+
+def test_what_becomes_of_a_parameter_over_processes_is_seen():
+    """It is frozen; then it gets another part, as a module's `to()` gives it."""
+    with group_of_one():
+        model, mesh = torch.nn.Linear(2, 2), init_device_mesh("cpu", (1,))
+        model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), mesh))
+        before = HostState({"model": model}, "cpu")
+        model.weight.requires_grad_(False)
+        assert not before.unchanged() and before.differences(HostState({"model": model}, "cpu"))
+        model.weight.requires_grad_(True)
+        assert before.unchanged()
+        model.double().float()
+        assert not before.unchanged() and before.differences(HostState({"model": model}, "cpu"))
 
 
 def test_another_object_is_named_by_its_kind():
