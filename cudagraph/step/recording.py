@@ -108,7 +108,10 @@ class StepRecording:
         for i, x in enumerate(flat):
             if isinstance(x, torch.Tensor) and x.layout is torch.strided:
                 storage = x.untyped_storage()
-                if torch_cuda.identity(storage) in storages or (addresses and storage.data_ptr() in addresses):
+                if torch_cuda.identity(storage) in storages:
+                    return i
+                # Where a gradient was when this was recorded, there may be other tensors while it is elsewhere.
+                if addresses and storage.data_ptr() in addresses and self.gradients.may_replay():
                     return i
         return None
 

@@ -252,6 +252,29 @@ def test_compiled_calls_of_which_the_first_drops_gradients(device):
         assert stats["recordings"] <= 4, stats
 
 
+def test_an_input_where_a_gradient_was_once(device):
+    """The first recording was made with a gradient at that address; the second one with another, which is there now."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 2, bias=False).to(device)
+    x, first, second = (torch.randn(2, 4, device=device) for _ in range(3))
+
+    @cudagraph.whole_step
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for grad in (first, first, first, second, second, first):
+        model.weight.grad = grad.zero_()
+        expected = step(x)
+    assert cudagraph.stats()["recordings"] == 2
+    model.weight.grad = second.zero_()
+    assert torch.equal(step(first.copy_(x)), expected)
+    assert step.refused == "" and cudagraph.stats()["skips"] == 0
+    model.weight.grad = first
+    assert torch.equal(step(first), expected) and cudagraph.stats()["skips"] == 1
+
+
 def test_weights_that_are_frozen_in_each_second_call(device):
     ours, optimizer, eager, eager_optimizer = pair(device, sgd)
     step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
