@@ -105,7 +105,7 @@ class HostState:
         # Of each kind of container: its state in the snapshot, for `unchanged`. The lists are parallel.
         self._items, self._lengths = [*chain.from_iterable(self._lists)], [*map(len, self._lists)]
         self._classes, self._attribute_dicts = [*map(type, self._objects)], [*map(ATTRIBUTES, self._owners)]
-        self._copies = [each.copy() for each in (*self._dicts, *self._lists)]
+        self._copies = [*map(_plain_copy, self._dicts), *(each.copy() for each in self._lists)]
         self._keys_in_order = [*chain.from_iterable(self._ordered_dicts)]
         self._full_dicts, self._empty_dicts = [d for d in self._dicts if d], [d for d in self._dicts if not d]
         self._copy_of = {id(d): each for d, each in zip(self._dicts, self._copies, strict=False)}
@@ -442,6 +442,13 @@ def _same(now: Iterable[Any], saved: Iterable[Any]) -> bool:
     """Whether two sequences hold the same objects in the same order."""
     now, saved = [*now], [*saved]
     return len(now) == len(saved) and all(map(is_, now, saved))
+
+
+def _plain_copy(each: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy of a dict, by no code of a user's class: making one of that may need arguments."""
+    if isinstance(each, OrderedDict) and type(each) is not OrderedDict:
+        return OrderedDict(OrderedDict.items(each))
+    return each.copy() if type(each) is OrderedDict else dict.copy(each)
 
 
 def _restore_container(each: Any, saved: Any) -> None:

@@ -19,12 +19,19 @@ from cudagraph.step.host import CannotCompare, HostState
 from cudagraph.step.users_code import is_users
 
 
+class Pair(OrderedDict):
+    """Can't be made without arguments."""
+
+    def __init__(self, a, b):
+        super().__init__(a=a, b=b)
+
+
 class Config:
     def __init__(self):
         self.rate, self.names, self.queue, self.seen = 0.5, {"{odd}": 1}, deque([1]), {1}
         self.shared, self.inner, self.self = [1, 2], argparse.Namespace(rate=1), self
         self.empty, self.ordered, self.none = {}, OrderedDict(a=1, b=2), None
-        self.ordered.rate = 1
+        self.ordered.rate, self.pair = 1, Pair(1, 2)
 
     def method(self, x):
         return x * FACTOR
@@ -56,6 +63,7 @@ CHANGES = {
     "a dict": (lambda c: c.names.update({"{odd}": 2}), "config.names['{odd}']", "1 became 2"),
     "an empty dict": (lambda c: c.empty.update(a=1), "config.empty['a']", "nothing became 1"),
     "the order of a dict": (lambda c: c.ordered.move_to_end("a"), "config.ordered, its order", "became"),
+    "a dict of one's own": (lambda c: c.pair.move_to_end("a"), "config.pair, its order", "became"),
     "an attribute of a dict": (lambda c: setattr(c.ordered, "rate", 2), "config.ordered.rate", "1 became 2"),
     "an item of a list": (lambda c: c.shared.__setitem__(0, 3), "config.shared[0]", "1 became 3"),
     "all attributes": (lambda c: setattr(c.inner, "__dict__", {"rate": 2}), "config.inner.rate", "1 became 2"),
