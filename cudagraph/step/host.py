@@ -159,6 +159,11 @@ class HostState:
         pairs = ((path, self.leaves.get(path, MISSING), after.leaves.get(path, MISSING)) for path in paths)
         return {path: self._text(old, after, new) for path, old, new in pairs if old != new}
 
+    def is_left_by(self, after: HostState) -> bool:
+        """Whether a dict that was empty has entries now and is not in `after`: an optimizer's old state, say."""
+        reached = {*map(id, after._dicts)}
+        return any(each and id(each) not in reached for each in self._empty_dicts)
+
     def _text(self, old: Any, after: HostState, new: Any) -> str:
         """A changed leaf in words: "True became False"."""
         before, now = self._name(old), after._name(new)

@@ -126,14 +126,19 @@ class Recordings:
         path of such a tensor of a step that has no recording yet, or ""."""
         reached = {id(x) for x in host.tensors.values()}
         for key, known in self.recordings.items():
-            stale = [one for one in known if not reached.issuperset(map(id, one.host.tensors.values()))]
+            stale = [
+                one
+                for one in known
+                if one.host.is_left_by(host) or not reached.issuperset(map(id, one.host.tensors.values()))
+            ]
             self._close(stale)
             self.recordings[key] = [one for one in known if one not in stale]
         self._watch_later_gradients()
         gone = ""
         for key, warm in self.warm.items():
             lost = [next((path for path, x in one.tensors.items() if id(x) not in reached), "") for one, _ in warm]
-            self.warm[key] = [each for each, path in zip(warm, lost, strict=True) if not path] or [(host, 0)]
+            kept = [each for each, path in zip(warm, lost, strict=True) if not path and not each[0].is_left_by(host)]
+            self.warm[key] = kept or [(host, 0)]
             if all(lost) and not self.recordings.get(key):
                 gone = lost[-1]
         return gone

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import types
+import weakref
 
 import pytest
 import torch
@@ -250,6 +253,21 @@ def test_compiled_calls_of_which_the_first_drops_gradients(device):
     assert step.refused == "" and stats["skips"] == 0
     if torch_cuda.can_swap() or torch.device(device).type == "cuda":  # else replays give out copies of gradients
         assert stats["recordings"] <= 4, stats
+
+
+def test_old_state_of_an_optimizer_is_freed(device):
+    """The first calls update nothing. What is known of them must not keep the state that was loaded over."""
+    ours, optimizer, _, _ = pair(device, sgd)
+    state = types.SimpleNamespace(updates=False)
+    step, old = cudagraph.whole_step(accumulating(ours, optimizer, state, True, 3), state=state), []
+    for i, (x, y) in enumerate(batches(device, 24)):
+        if i == 12:
+            old = [weakref.ref(each["momentum_buffer"]) for each in optimizer.state.values()]
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        state.updates = i % 3 == 2
+        step(x, y)
+    gc.collect()
+    assert step.refused == "" and old and not any(each() is not None for each in old)
 
 
 def test_an_input_where_a_gradient_was_once(device):
