@@ -10,7 +10,8 @@ Where somebody holds such a new one, a view of it say, it moves to memory of its
 memory: `move_out`. Gradients of a recording may lie where an earlier recording has temporary values, so a replay looks
 at those of recordings that were made later, too.
 
-To find out whether the step reads a gradient, a tensor that no operator can use stands in for it during the capture.
+To find out whether the step reads a gradient, a tensor that no operator can use stands in for it during the capture. If
+it does, the next capture has the gradients themselves, except for those that the step had dropped by then.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ Attribute = tuple[Any, str]  # an object that has a gradient, and where: `grad` 
 class ReadsGradients(CannotCapture):
     """The step reads a gradient from before the step."""
 
+    places: frozenset[tuple[int, str]] = frozenset()  # of those not dropped by then: ids of objects, and names
+
 
 class Gradients:
     """The gradients at `places`. Made before a capture; call `finish` after it, also if it failed."""
@@ -42,14 +45,17 @@ class Gradients:
         self,
         places: Sequence[Attribute],
         *,
-        reads: bool,
+        reads: Collection[tuple[int, str]],
         in_buckets: Collection[torch.Tensor] = (),
     ) -> None:
-        """If `reads` is False and the step reads a gradient, the capture raises `ReadsGradients`. Gradients of
+        """If the step reads a gradient whose place is not in `reads`, the capture raises `ReadsGradients`. Gradients of
         parameters `in_buckets` are views of memory that others own, and overwrite in each step."""
         self._places, self._in_buckets = places, {*map(id, in_buckets)}
         self._before = _at(places)
-        self._wires = [x if x is None or reads else _wire_for(x) for x in self._before]
+        self._wires = [
+            x if x is None or (id(owner), name) in reads else _wire_for(x)
+            for x, (owner, name) in zip(self._before, places, strict=True)
+        ]
         _put(places, self._wires)
         # Places, by what the step does with the gradient there:
         self._absent: list[Attribute] = []  # finds none
@@ -67,6 +73,11 @@ class Gradients:
     def before(self) -> list[torch.Tensor]:
         """The gradients from before the capture, and what stands in for them."""
         return [x for x in (*self._before, *self._wires) if x is not None]
+
+    def not_dropped(self) -> frozenset[tuple[int, str]]:
+        """The places, as for `reads`, at which the gradient of before still is, or what stands in for it."""
+        known = zip(self._places, _at(self._places), self._wires, strict=True)
+        return frozenset((id(owner), name) for (owner, name), now, wire in known if wire is not None and now is wire)
 
     def classify(self, device: torch.device, driver: CaptureDriver, seen: Collection[int | None] | None) -> None:
         """Sort the places by what the captured step did with the gradients. Raises `CannotCapture` for gradients that a

@@ -105,12 +105,15 @@ class HostState:
         # Of each kind of container: its state in the snapshot, for `unchanged`. The lists are parallel.
         self._items, self._lengths = [*chain.from_iterable(self._lists)], [*map(len, self._lists)]
         self._classes, self._attribute_dicts = [*map(type, self._objects)], [*map(ATTRIBUTES, self._owners)]
-        self._copies = [each.copy() for each in (*self._dicts, *self._lists)]
+        self._copies = [*map(_plain_copy, self._dicts), *(each.copy() for each in self._lists)]
         self._keys_in_order = [*chain.from_iterable(self._ordered_dicts)]
         self._full_dicts, self._empty_dicts = [d for d in self._dicts if d], [d for d in self._dicts if not d]
         self._copy_of = {id(d): each for d, each in zip(self._dicts, self._copies, strict=False)}
         self._differentiable = [x for x in (*self.tensors.values(), *self.spread.values()) if x.requires_grad]
         self._hooks = [*map(torch_cuda.gradient_hooks, self._differentiable)]
+        # Of `DTensor`s. A recording guards their parts, and other tensors.
+        self._spread = [*self.spread.values()]
+        self._parts, self._require = [*map(local_part, self._spread)], [x.requires_grad for x in self._spread]
         self.note_versions()
 
     def objects(self) -> list[Any]:
@@ -133,6 +136,8 @@ class HostState:
             and all(map(is_, map(type, self._objects), self._classes))
             and all(map(is_, map(ATTRIBUTES, self._owners), self._attribute_dicts))
             and [*map(torch_cuda.gradient_hooks, self._differentiable)] == self._hooks
+            and [x.requires_grad for x in self._spread] == self._require
+            and all(map(is_, map(local_part, self._spread), self._parts))
             and all(_same(read(), saved) for read, _, saved in self._views)
             and [x._version for x in self.on_cpu] == self._cpu_versions
         )
@@ -153,6 +158,11 @@ class HostState:
         paths = dict.fromkeys([*self.leaves, *after.leaves])
         pairs = ((path, self.leaves.get(path, MISSING), after.leaves.get(path, MISSING)) for path in paths)
         return {path: self._text(old, after, new) for path, old, new in pairs if old != new}
+
+    def is_left_by(self, after: HostState) -> bool:
+        """Whether a dict that was empty has entries now and is not in `after`: an optimizer's old state, say."""
+        reached = {*map(id, after._dicts)}
+        return any(each and id(each) not in reached for each in self._empty_dicts)
 
     def _text(self, old: Any, after: HostState, new: Any) -> str:
         """A changed leaf in words: "True became False"."""
@@ -317,8 +327,8 @@ class HostState:
             if isinstance(value, (list, deque, set)):
                 self._lists.append(value)
             self._later(path, "[{}]", range(len(value)), value, depth)
-        # A module has a dozen OrderedDicts, and asking for a `__dict__` makes one.
-        own = type(value) is not OrderedDict and is_users_class(type(value))
+        # A module has a dozen empty OrderedDicts, and asking for a `__dict__` makes one.
+        own = (type(value) is not OrderedDict or len(value)) and is_users_class(type(value))
         if own and isinstance(getattr(value, "__dict__", None), dict):
             self._attributes(path, value, depth)
 
@@ -437,6 +447,13 @@ def _same(now: Iterable[Any], saved: Iterable[Any]) -> bool:
     """Whether two sequences hold the same objects in the same order."""
     now, saved = [*now], [*saved]
     return len(now) == len(saved) and all(map(is_, now, saved))
+
+
+def _plain_copy(each: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy of a dict, by no code of a user's class: making one of that may need arguments."""
+    if isinstance(each, OrderedDict) and type(each) is not OrderedDict:
+        return OrderedDict(OrderedDict.items(each))
+    return each.copy() if type(each) is OrderedDict else dict.copy(each)
 
 
 def _restore_container(each: Any, saved: Any) -> None:

@@ -24,7 +24,7 @@ from ..tree.dispatch import as_they_are
 from ..tree.record import Snapshot
 from ..tree.tree import one_capture
 from .accumulators import is_referenced, renew_for_capture, why_referenced, why_shared
-from .gradients import Gradients
+from .gradients import Gradients, ReadsGradients
 from .host import ALL, HostRandom, HostState
 from .inputs import Inputs, StepCall
 from .numbers import Numbers, Place, Traced, replaced
@@ -108,7 +108,10 @@ class StepRecording:
         for i, x in enumerate(flat):
             if isinstance(x, torch.Tensor) and x.layout is torch.strided:
                 storage = x.untyped_storage()
-                if torch_cuda.identity(storage) in storages or (addresses and storage.data_ptr() in addresses):
+                if torch_cuda.identity(storage) in storages:
+                    return i
+                # Where a gradient was when this was recorded, there may be other tensors while it is elsewhere.
+                if addresses and storage.data_ptr() in addresses and self.gradients.may_replay():
                     return i
         return None
 
@@ -258,6 +261,8 @@ def record_step(
         attempt.find_blocks()
         return attempt.recording(update)
     except BaseException as error:
+        if isinstance(error, ReadsGradients):
+            error.places = attempt.gradients.not_dropped()
         traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
         attempt.undo()
         raise
@@ -298,7 +303,7 @@ class _Attempt:
         in_buckets = [x for model in self.replicas if model.gradient_as_bucket_view for x in model.parameters()]
         places = [(x, "grad") for x in parameters_of(host)]
         places += torch_distributed.unreduced_gradients(host.objects())
-        self.gradients = Gradients(places, reads=step.reads_gradients, in_buckets=in_buckets)
+        self.gradients = Gradients(places, reads=step.read_gradients, in_buckets=in_buckets)
 
     def capture(self, run: Callable[..., Any]) -> None:
         """Capture the step. It runs on the host only, so no tensor has other values after it."""
@@ -423,7 +428,9 @@ def _flags_among_changes(host: HostState, now: HostState, numbers: Numbers) -> d
     """The flags (a bool or None) that the captured step has changed: a replay sets them, too. Raise if the step has
     changed other host values: `Unforeseen`, if another capture can allow for them."""
     changed = host.differences(now)
-    flags = {path: now.leaves[path][1] for path in changed if path in host.flags.keys() & now.flags.keys()}
+    # Not one of a dict that the step puts in the place of another, which the program may still hold.
+    kept = [p for p, (owner, _) in host.flags.items() if p in now.flags and now.flags[p][0] is owner]
+    flags = {path: now.leaves[path][1] for path in kept if path in changed}
     changed = {path: how for path, how in changed.items() if path not in flags}
     stored = {path: container[key] for path, (container, key) in host.stored().items()}
     outputs = [path for path, value in stored.items() if path not in host.outputs and is_storable(value)]

@@ -37,7 +37,8 @@ class Recordings:
         self.numbers: set[str] = set()  # paths of numbers that have changed: graphs read them on the device
         self.outputs: set[str] = set()  # paths at which the step stores tensors
         self.objects: dict[str, Any] = {}  # modules, optimizers and the like that it was called with
-        self.reads_gradients = False  # whether the step reads gradients from before it; the first capture finds out
+        # Where gradients from before it are that the step may read, as for `Gradients`: captures find out.
+        self.read_gradients: frozenset[tuple[int, str]] = frozenset()
         self.calls_compiled = False  # whether a function was called that Dynamo compiles
         self.latest: Any = None
         self.recordings: dict[tuple[Any, ...], list[Any]] = {}
@@ -66,8 +67,8 @@ class Recordings:
         """Allow for what a capture has found that the step stores or reads. False if nothing is new, or numbers can't
         be read on the device."""
         if isinstance(error, ReadsGradients):
-            self.reads_gradients = True
-            return True
+            known, self.read_gradients = self.read_gradients, self.read_gradients | error.places
+            return known != self.read_gradients
         if not isinstance(error, Unforeseen):
             return False
         outputs, numbers = {*error.outputs} - self.outputs, {*error.numbers} - self.numbers
@@ -110,6 +111,8 @@ class Recordings:
         self._watch_later_gradients()
         self._note_warm(recording.key, recording.host, warm_ups)
         self.latest = recording
+        if self.calls_compiled:  # nobody watches, so each capture finds out which ones its own call reads
+            self.read_gradients = frozenset()
 
     def _note_warm(self, key: tuple[Any, ...], host: HostState, warm_ups: int) -> None:
         """Note how many calls have warmed up with the values of `host`, whatever its numbers are."""
@@ -123,14 +126,19 @@ class Recordings:
         path of such a tensor of a step that has no recording yet, or ""."""
         reached = {id(x) for x in host.tensors.values()}
         for key, known in self.recordings.items():
-            stale = [one for one in known if not reached.issuperset(map(id, one.host.tensors.values()))]
+            stale = [
+                one
+                for one in known
+                if one.host.is_left_by(host) or not reached.issuperset(map(id, one.host.tensors.values()))
+            ]
             self._close(stale)
             self.recordings[key] = [one for one in known if one not in stale]
         self._watch_later_gradients()
         gone = ""
         for key, warm in self.warm.items():
             lost = [next((path for path, x in one.tensors.items() if id(x) not in reached), "") for one, _ in warm]
-            self.warm[key] = [each for each, path in zip(warm, lost, strict=True) if not path] or [(host, 0)]
+            kept = [each for each, path in zip(warm, lost, strict=True) if not path and not each[0].is_left_by(host)]
+            self.warm[key] = kept or [(host, 0)]
             if all(lost) and not self.recordings.get(key):
                 gone = lost[-1]
         return gone

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import types
+import weakref
 
 import pytest
 import torch
@@ -171,11 +174,12 @@ def backward_and_update(device):
     return [model], [backward, backward, update]
 
 
-def generator_and_critic(device):
+def generator_and_critic(device, wrap=lambda model: model):
     """The generator's loss leaves gradients on the critic, which drops them. The critic leaves those of the other."""
     torch.manual_seed(1)
-    generator, critic = torch.nn.Linear(4, 4).to(device), torch.nn.Linear(4, 1).to(device)
-    optimizers = sgd(generator), sgd(critic)
+    models = torch.nn.Linear(4, 4).to(device), torch.nn.Linear(4, 1).to(device)
+    optimizers = [*map(sgd, models)]
+    generator, critic = map(wrap, models)
 
     def train_critic(x, y):
         optimizers[1].zero_grad()
@@ -191,10 +195,19 @@ def generator_and_critic(device):
         optimizers[0].step()
         return loss
 
-    return [generator, critic], [train_critic, train_generator]
+    return models, [train_critic, train_generator]
 
 
-@pytest.mark.parametrize("make", [backward_and_update, generator_and_critic])
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def compiled_generator_and_critic(device):
+    """Nobody watches such steps, and one both drops gradients and adds to others."""
+    return generator_and_critic(device, compiled)
+
+
+@pytest.mark.parametrize("make", [backward_and_update, generator_and_critic, compiled_generator_and_critic])
 def test_steps_that_leave_each_other_gradients(device, make):
     models, functions = make(device)
     eager, expected = make(device)
@@ -211,6 +224,73 @@ def test_steps_that_leave_each_other_gradients(device, make):
     stats = cudagraph.stats()
     if torch_cuda.can_swap() or torch.device(device).type == "cuda":  # else replays give out copies of gradients
         assert stats["recordings"] <= 4 and stats["replays"] >= len(data) * len(functions) - 4, stats
+
+
+def test_compiled_calls_of_which_the_first_drops_gradients(device):
+    """Nobody watches, so the first call is recorded with stand-ins even if another one reads gradients."""
+    ours, optimizer, eager, eager_optimizer = pair(device, sgd)
+
+    def make_step(model, optimizer, called):
+        def step(x, y, is_first, is_last):
+            if is_first:
+                optimizer.zero_grad()
+            loss = F.mse_loss(called(x), y)
+            loss.backward()
+            if is_last:
+                optimizer.step()
+            return loss
+
+        return step
+
+    step = cudagraph.whole_step(make_step(ours, optimizer, compiled(ours)))
+    expected = make_step(eager, eager_optimizer, eager)
+    for i, (x, y) in enumerate(batches(device, 36)):
+        assert torch.equal(step(x, y, i % 3 == 0, i % 3 == 2), expected(x, y, i % 3 == 0, i % 3 == 2).detach())
+        assert_equal(ours, eager)
+        for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+    stats = cudagraph.stats()
+    assert step.refused == "" and stats["skips"] == 0
+    if torch_cuda.can_swap() or torch.device(device).type == "cuda":  # else replays give out copies of gradients
+        assert stats["recordings"] <= 4, stats
+
+
+def test_old_state_of_an_optimizer_is_freed(device):
+    """The first calls update nothing. What is known of them must not keep the state that was loaded over."""
+    ours, optimizer, _, _ = pair(device, sgd)
+    state = types.SimpleNamespace(updates=False)
+    step, old = cudagraph.whole_step(accumulating(ours, optimizer, state, True, 3), state=state), []
+    for i, (x, y) in enumerate(batches(device, 24)):
+        if i == 12:
+            old = [weakref.ref(each["momentum_buffer"]) for each in optimizer.state.values()]
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        state.updates = i % 3 == 2
+        step(x, y)
+    gc.collect()
+    assert step.refused == "" and old and not any(each() is not None for each in old)
+
+
+def test_an_input_where_a_gradient_was_once(device):
+    """The first recording was made with a gradient at that address; the second one with another, which is there now."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 2, bias=False).to(device)
+    x, first, second = (torch.randn(2, 4, device=device) for _ in range(3))
+
+    @cudagraph.whole_step
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for grad in (first, first, first, second, second, first):
+        model.weight.grad = grad.zero_()
+        expected = step(x)
+    assert cudagraph.stats()["recordings"] == 2
+    model.weight.grad = second.zero_()
+    assert torch.equal(step(first.copy_(x)), expected)
+    assert step.refused == "" and cudagraph.stats()["skips"] == 0
+    model.weight.grad = first
+    assert torch.equal(step(first), expected) and cudagraph.stats()["skips"] == 1
 
 
 def test_weights_that_are_frozen_in_each_second_call(device):
@@ -248,6 +328,30 @@ def test_a_flag_that_the_step_itself_sets_is_set_by_replays(device):
         assert torch.equal(step(x, y), expected(x, y).detach()) and ours.is_odd is eager.is_odd
         assert_equal(ours, eager)
     assert step.refused == "" and cudagraph.stats()["recordings"] == 2 and cudagraph.stats()["replays"] >= 12
+
+
+def test_a_flag_in_a_dict_that_the_step_makes_anew(device):
+    """A replay can't set it in the dict of before: somebody may hold that."""
+    found = []
+    for wrap in (cudagraph.whole_step, lambda f: f):
+        model, optimizer, *_ = pair(device, sgd)
+        model.status = {"is_odd": False}
+
+        @wrap
+        def step(x, y, model=model, optimizer=optimizer):
+            model.status = {"is_odd": not model.status["is_odd"]}
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        held = []
+        for x, y in batches(device, 8):
+            step(x, y)
+            held.append(model.status)
+        found.append(held)
+        if isinstance(step, cudagraph.step.whole.WholeStep):
+            assert "status['is_odd'] each time" in step.refused
+    assert found[0] == found[1]
 
 
 def test_a_decorator_with_options(device):

@@ -10,10 +10,20 @@ from collections import ChainMap, OrderedDict, UserDict, deque
 
 import pytest
 import torch
+from ranks import group_of_one
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from cudagraph.step import host
 from cudagraph.step.host import CannotCompare, HostState
 from cudagraph.step.users_code import is_users
+
+
+class Pair(OrderedDict):
+    """Can't be made without arguments."""
+
+    def __init__(self, a, b):
+        super().__init__(a=a, b=b)
 
 
 class Config:
@@ -21,6 +31,7 @@ class Config:
         self.rate, self.names, self.queue, self.seen = 0.5, {"{odd}": 1}, deque([1]), {1}
         self.shared, self.inner, self.self = [1, 2], argparse.Namespace(rate=1), self
         self.empty, self.ordered, self.none = {}, OrderedDict(a=1, b=2), None
+        self.ordered.rate, self.pair = 1, Pair(1, 2)
 
     def method(self, x):
         return x * FACTOR
@@ -52,6 +63,8 @@ CHANGES = {
     "a dict": (lambda c: c.names.update({"{odd}": 2}), "config.names['{odd}']", "1 became 2"),
     "an empty dict": (lambda c: c.empty.update(a=1), "config.empty['a']", "nothing became 1"),
     "the order of a dict": (lambda c: c.ordered.move_to_end("a"), "config.ordered, its order", "became"),
+    "a dict of one's own": (lambda c: c.pair.move_to_end("a"), "config.pair, its order", "became"),
+    "an attribute of a dict": (lambda c: setattr(c.ordered, "rate", 2), "config.ordered.rate", "1 became 2"),
     "an item of a list": (lambda c: c.shared.__setitem__(0, 3), "config.shared[0]", "1 became 3"),
     "all attributes": (lambda c: setattr(c.inner, "__dict__", {"rate": 2}), "config.inner.rate", "1 became 2"),
     "a deque": (lambda c: c.queue.append(2), "config.queue[1]", "nothing became 2"),
@@ -164,6 +177,20 @@ def test_hooks_of_a_parameter_are_seen():
     handle = model.weight.register_post_accumulate_grad_hook(lambda p: None)
     assert not before.unchanged() and before.differences(HostState({"model": model}, "cpu"))
     handle.remove()
+
+
+def test_what_becomes_of_a_parameter_over_processes_is_seen():
+    """It is frozen; then it gets another part, as a module's `to()` gives it."""
+    with group_of_one():
+        model, mesh = torch.nn.Linear(2, 2), init_device_mesh("cpu", (1,))
+        model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), mesh))
+        before = HostState({"model": model}, "cpu")
+        model.weight.requires_grad_(False)
+        assert not before.unchanged() and before.differences(HostState({"model": model}, "cpu"))
+        model.weight.requires_grad_(True)
+        assert before.unchanged()
+        model.double().float()
+        assert not before.unchanged() and before.differences(HostState({"model": model}, "cpu"))
 
 
 def test_another_object_is_named_by_its_kind():

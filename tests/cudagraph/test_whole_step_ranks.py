@@ -506,6 +506,19 @@ def fsdp_accumulates(rank):
         assert step.refused == "" and cudagraph.stats()["replays"] >= 14, (step.refused, cudagraph.stats())
 
 
+def fsdp_frozen(rank):
+    """In each fourth call one layer gets no gradient."""
+    ours, eager = pair = sharded()
+    step, expected = cudagraph.whole_step(ours, F.mse_loss, sgd(ours)), eager_step(eager, F.mse_loss, sgd(eager))
+    for i in range(16):
+        for model in pair:
+            model.norm.requires_grad_(i % 4 != 3)
+        assert torch.equal(step(*batch(i, rank)), expected(*batch(i, rank))), f"loss of step {i}"
+        for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(local(a), local(b)), f"parameters after step {i}"
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 12, (step.refused, cudagraph.stats())
+
+
 def evaluated(pair, rank):
     """Train a step of the first model, and run it without a graph after each third step, beside eager mode."""
     ours, eager = pair
@@ -686,8 +699,8 @@ CASES = (
     ddp, ddp_views, ddp_no_sync, ddp_no_sync_outside, ddp_static_graph, ddp_accumulate, ddp_hook, other_shapes,
     own_collective, fails_on_one_rank, refused_on_one_rank, refused_in_the_first_call, group_ends, local_step,
     talks_each_fourth_call, talks_later, uncounted, talks_on_the_host, find_unused, fsdp, fsdp_mixed, fsdp_own_step,
-    fsdp_schedule, fsdp_accumulates, fsdp_results, fsdp_evaluated, ddp_evaluated, fsdp_fails, fsdp_saved_and_loaded,
-    fsdp_events, tensor_parallel, timed_again, all_groups_end, gone,
+    fsdp_schedule, fsdp_accumulates, fsdp_results, fsdp_frozen, fsdp_evaluated, ddp_evaluated, fsdp_fails,
+    fsdp_saved_and_loaded, fsdp_events, tensor_parallel, timed_again, all_groups_end, gone,
 )  # fmt: skip
 
 

@@ -319,6 +319,9 @@ class _Capturing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        for x in _leaves((args, kwargs)):
+            if hasattr(x, "trip"):
+                x.trip()  # as on CUDA, where no mode is around
         arena = self.arena
         node = torch._C._current_autograd_node()
         if node is not None and "AccumulateGrad" in node.name() and OUTSIDE in node.metadata:
