@@ -156,6 +156,10 @@ MUTATIONS = (
     deleted("classes", "            and all(map(is_, map(type, self._objects), self._classes))\n"),
     deleted("attributes", "            and all(map(is_, map(ATTRIBUTES, self._owners), self._attribute_dicts))\n"),
     deleted("hooks", "            and [*map(torch_cuda.gradient_hooks, self._differentiable)] == self._hooks\n"),
+    deleted(
+        "gradients of spread tensors", "            and [x.requires_grad for x in self._spread] == self._require\n"
+    ),
+    deleted("parts of spread tensors", "            and all(map(is_, map(local_part, self._spread), self._parts))\n"),
     deleted("views", "            and all(_same(read(), saved) for read, _, saved in self._views)\n"),
     deleted("tensors on the CPU", "            and [x._version for x in self.on_cpu] == self._cpu_versions\n"),
     Mutation(
