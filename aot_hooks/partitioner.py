@@ -145,7 +145,7 @@ class PlanningPartition:
             rounding = may_round(hooks)
             gather_gradients(joint, sums=rounding)
             if rounding:
-                share_heads(joint)
+                share_heads(joint, fused=self.options.inner == "inductor")
                 free = is_budget(hooks.setting) or self.options.recompute_pointwise
                 scale_gradients(joint, saves_input=not free)
         if not nested:

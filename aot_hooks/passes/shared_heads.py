@@ -8,6 +8,9 @@ Models repeat them by hand for the kernels that don't know shared heads; cuDNN's
 Qwen3-30B-A3B's shape 256 MiB of keys and values become 32, and as many of their gradients, which cuDNN makes for each
 head first: 256 MiB inside. The outputs are the same, and sums over heads have other last digits. CUDA's flash attention
 has these gradients twice inside, so it would hold more than with repeated heads.
+
+Kernels read a head's numbers side by side, as they lie in the repeated copy. Where a graph runs operator by operator,
+the strides of a trace may not be the real ones, so attention reads a copy of the few heads there.
 """
 
 from __future__ import annotations
@@ -28,16 +31,23 @@ _VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.defaul
 _KEPT = (*_VIEWS, "aten.clone.default")  # the same numbers
 
 
-def share_heads(joint: GraphModule) -> None:
-    """Have attention in `joint` read keys and values before they are repeated, in place."""
-    changed = [node for node in joint.graph.nodes if target_name(node) in (*_FORWARD, *_BACKWARD) and _share(node)]
-    if changed:
+def share_heads(joint: GraphModule, *, fused: bool) -> None:
+    """Have attention in `joint` read keys and values before they are repeated, in place.
+
+    `fused`: Inductor compiles the graph, and sees to it that tensors lie as in the trace.
+    """
+    copies: dict[Node, Node] | None = None if fused else {}
+    attentions = [node for node in joint.graph.nodes if target_name(node) in (*_FORWARD, *_BACKWARD)]
+    if any([_share(node, copies) for node in attentions]):
         joint.graph.eliminate_dead_code()
         joint.recompile()
 
 
-def _share(attention: Node) -> bool:
-    """Whether `attention`, a forward or a backward, has other keys and values now."""
+def _share(attention: Node, copies: dict[Node, Node] | None) -> bool:
+    """Whether `attention`, a forward or a backward, has other keys and values now.
+
+    `copies`: of keys and values, which are read in their place; None: they are read themselves.
+    """
     backward = target_name(attention) in _BACKWARD
     at = 2 if backward else 1  # a backward takes the gradient of the result first
     repeated: Any = attention.args[at : at + 2]
@@ -54,6 +64,8 @@ def _share(attention: Node) -> bool:
                 if (found := _summed(gradient, node.meta["val"].shape)) is None:
                     return False
                 sums[gradient] = found
+    if copies is not None:
+        shared = [_copied(node, attention, copies) for node in shared if node is not None]
     attention.args = (*attention.args[:at], *shared, *attention.args[at + 2 :])
     run_on_fakes(attention)
     for user in attention.users:
@@ -67,6 +79,15 @@ def _share(attention: Node) -> bool:
                 )
         summed.replace_all_uses_with(made)
     return True
+
+
+def _copied(node: Node, reader: Node, copies: dict[Node, Node]) -> Node:
+    """The contiguous copy of `node`, made in front of the first attention that reads it."""
+    if node not in copies:
+        with reader.graph.inserting_before(reader), described_as(reader):
+            copy = call(reader.graph, torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
+        copies[node] = copy
+    return copies[node]
 
 
 def _heads(node: Node | None) -> int:

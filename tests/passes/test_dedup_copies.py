@@ -45,7 +45,7 @@ class GroupedAttention(nn.Module):
 @pytest.fixture(autouse=True)
 def attention_of_equal_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a kernel that knows no shared heads: keys and values that it reads are repeated."""
-    monkeypatch.setattr(partitioner, "share_heads", lambda joint: None)
+    monkeypatch.setattr(partitioner, "share_heads", lambda joint, **_: None)
 
 
 def step(hook: aot_hooks.Hook, inner: str) -> tuple[list[Tensor], aot_hooks.Plan]:
