@@ -325,9 +325,9 @@ class _Partitioning:
             plan = dataclasses.replace(plan, **_rows([*self.notes, *plan.chunked, *plan.tiled]))
         return self._finished(fw, bw, plan)
 
-    def within(self, gm: GraphModule, lenient: bool, follows: bool | None = None, gives_up: bool = False) -> Planned:
+    def within(self, gm: GraphModule, lenient: bool, follows: bool | None = None, has_tighter: bool = False) -> Planned:
         """`gm`, one form of the joint graph, as the budget plans it; arguments as of `partition_within`."""
-        found = Planner.partition(self.joint_of(gm), lenient=lenient, follows=follows, gives_up=gives_up)
+        found = Planner.partition(self.joint_of(gm), lenient=lenient, follows=follows, has_tighter=has_tighter)
         plan = with_casts(with_reasons(found.plan, self.asked.unpacked), self.shared.stocks[gm].casts)
         return found._replace(plan=plan)
 

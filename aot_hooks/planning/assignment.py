@@ -60,7 +60,6 @@ class Assignment(Budget):
         least: the graph shall hold the least that it can: other calls hold saved tensors, nobody knows yet how many.
         lenient: if nothing stays under the peak, the least is taken, with a warning: a step was planned before, or has
             gathered parameters, whose bytes are an estimate.
-        gives_up: the graph is not searched where its program is far over the peak: it has tighter forms.
         recipe: the plan to make again, in place of a search; None: search for one.
         around: of `check_gradients`: makes of each lossy hook of the plan the one that is put into the graphs.
     """
@@ -74,7 +73,6 @@ class Assignment(Budget):
     wholes: tuple[Whole, ...] = ()
     least: bool = False
     lenient: bool = False
-    gives_up: bool = False
     recipe: Recipe | None = None
     around: Callable[[Hook], Hook] | None = None
 

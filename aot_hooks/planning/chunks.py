@@ -57,7 +57,7 @@ class Within(Protocol):
     """Plans a joint graph. Arguments as of `partition_within`, which says what it raises."""
 
     def __call__(
-        self, gm: GraphModule, lenient: bool, follows: bool | None = None, gives_up: bool = False
+        self, gm: GraphModule, lenient: bool, follows: bool | None = None, has_tighter: bool = False
     ) -> Planned: ...
 
 
@@ -122,9 +122,9 @@ class _Search:
     errors: list[BudgetError] = field(default_factory=list)
     left: list[_Form] = field(default_factory=list)
 
-    def tried(self, form: _Form, gives_up: bool = True) -> Planned | None:
+    def tried(self, form: _Form, has_tighter: bool = True) -> Planned | None:
         try:
-            return _with_form(self.within(form.gm, False, follows=False, gives_up=gives_up), form)
+            return _with_form(self.within(form.gm, False, follows=False, has_tighter=has_tighter), form)
         except OutOfReach:
             self.left.append(form)
         except BudgetError as e:
@@ -139,12 +139,12 @@ class _Search:
         self.lowest, self.tightest = peak, form
         return True
 
-    def is_fine_enough(self, form: _Form, gives_up: bool = True) -> bool:
+    def is_fine_enough(self, form: _Form, has_tighter: bool = True) -> bool:
         """Take the plan of this form if it is better. Returns whether no finer one is tried.
 
         That is so if the plan has no hooks.
         """
-        one = self.tried(form, gives_up)
+        one = self.tried(form, has_tighter)
         if one is None or not _is_in_time(self.budget, _ratio(one.plan), self.whole):
             return False
         if self.best is None or _is_better(self.budget, one.plan, self.best.plan):
@@ -183,7 +183,7 @@ class _Search:
                     break
         for form in reversed(self.left):  # the tightest first
             if self.best is None:
-                self.is_fine_enough(form, gives_up=False)
+                self.is_fine_enough(form, has_tighter=False)
         if self.best is None and self.budget.lenient:
             form = self.tightest
             self.best, self.taken = _with_form(self.within(form.gm, True, follows=False), form), form

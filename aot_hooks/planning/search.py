@@ -26,7 +26,7 @@ from .solver import Solution, solve
 from .step import ALONE, KEPT, Step
 
 _OUT_OF_REACH = 1.25
-"""So many times the peak is the lowest one of the first program where a search may give up.
+"""So many times the peak is the lowest one of the first program where a graph is left that has tighter forms.
 
 The least that was found for three forms of a Llama with LoRA, as it is, in chunks, and in tiles, held 1.02, 1.37 and
 0.94 times the program's lowest.
@@ -47,7 +47,7 @@ class Limits:
     error: float
     casts: float = 1.0  # times the step without hooks: a step that only casts again, before anything is chosen
     finely: bool = True  # look for the lowest peak between what is predicted and what was found
-    gives_up: bool = False  # raise `OutOfReach` before a graph is made, if no plan is expected to fit
+    has_tighter: bool = False  # other forms of the graph hold less: raise `OutOfReach` where this one is far over
 
 
 class OutOfReach(BudgetError):
@@ -99,7 +99,7 @@ def search(
     """The best plan that fits, and the one with the lowest peak.
 
     Without a peak, the program's lowest one is tried first. If the graphs take clearly more than it says, it is asked
-    for peaks in between, until one can't be reached. Raises `OutOfReach` if `limits` say that it may give up.
+    for peaks in between, until one can't be reached. Raises `OutOfReach` if the graph has tighter forms.
     """
     found = _search(step, limits, partitioned, tried)
     low = found.predicted
@@ -137,7 +137,7 @@ def _search(
     def try_for(peak: float | None) -> tuple[Solution, list[Tried]]:
         nonlocal first
         chosen = solved(peak=peak) or nothing(step)  # no time at all
-        if first is None and limits.gives_up and limits.peak and chosen.peak_bytes > _OUT_OF_REACH * limits.peak:
+        if first is None and limits.has_tighter and limits.peak and chosen.peak_bytes > _OUT_OF_REACH * limits.peak:
             raise OutOfReach(chosen.peak_bytes)
         first = first or chosen
         if (options := tuple(map(id, chosen.options))) in known:

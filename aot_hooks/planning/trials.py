@@ -70,14 +70,15 @@ class Planned(NamedTuple):
     plan: Plan
 
 
-def planned(joint: Joint, budget: Assignment) -> Planned:
-    """The graphs of `joint` and their plan within `budget`.
+def planned(joint: Joint, budget: Assignment, has_tighter: bool = False) -> Planned:
+    """The graphs of `joint` and their plan within `budget`. `has_tighter` as of `partition_within`.
 
     Raises:
         BudgetError: nothing that was tried fits. Its message names the budget of the user.
+        OutOfReach: likewise, but nothing was tried.
         Refused: the recipe of `budget` is for other graphs, or takes more here.
     """
-    return Trials(joint, budget).planned()
+    return Trials(joint, budget, has_tighter).planned()
 
 
 class Trials:
@@ -89,7 +90,7 @@ class Trials:
         limits: what a plan must stay under. `peak`: the same without what is left free for the allocator.
     """
 
-    def __init__(self, joint: Joint, budget: Assignment) -> None:
+    def __init__(self, joint: Joint, budget: Assignment, has_tighter: bool = False) -> None:
         self.joint, self.budget = joint, budget
         self.stock = stock = joint.graphs().multiplied_early
         self.on_cuda = on_cuda(stock.bw.graph.nodes)
@@ -104,7 +105,7 @@ class Trials:
         slowdown = max(budget.step_ratio, casts)
         # how many calls there are is a guess for the first least, which soon gets another plan
         finely, peak = self.moments != _UNKNOWN, None if self.peak is None else self.peak - less
-        self.limits = Limits(peak, slowdown, ERROR * budget.max_error, casts, finely, budget.gives_up)
+        self.limits = Limits(peak, slowdown, ERROR * budget.max_error, casts, finely, has_tighter)
 
     def planned(self) -> Planned:
         """The best plan, in graphs that are ready to be compiled."""

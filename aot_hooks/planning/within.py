@@ -38,14 +38,14 @@ _FEW = 64  # So many values a graph has at most whose calls are planned apart: n
 
 
 def partition_within(
-    joint: Joint, *, lenient: bool = True, follows: bool | None = None, gives_up: bool = False
+    joint: Joint, *, lenient: bool = True, follows: bool | None = None, has_tighter: bool = False
 ) -> Planned:
     """The two graphs of `joint` with the budget of its setting met, and their plan with live bytes and times.
 
     Args:
         lenient: if nothing fits and the budget is lenient, take the least.
         follows: whether the budget's recipe is followed. None: if it can be; otherwise a warning says why not.
-        gives_up: the graph has tighter forms, so that it may be left where its program is far over the peak.
+        has_tighter: the graph has tighter forms, so that it may be left where its program is far over the peak.
 
     Raises:
         BudgetError: no choice stays under the peak.
@@ -62,10 +62,10 @@ def partition_within(
                 raise
             warn_of_refused(budget, e)
     alone = budget.moments == ALONE and not budget.wholes  # else ways of the whole step may do
-    budget = replace(budget, recipe=None, gives_up=gives_up and alone)
+    budget = replace(budget, recipe=None)
     strict = replace(budget, lenient=False)
     errors: list[BudgetError] = []
-    found = _alike(joint, strict, errors)
+    found = _alike(joint, strict, errors, has_tighter and alone)
     if budget.apart is not None and (found is None or is_faster(1.0, found.plan.step_ratio)):
         found = _or_apart(
             found, _apart(joint, strict), lambda way: planned(joint, replace(strict, moments=way.moments))
@@ -82,7 +82,7 @@ def partition_within(
     raise min(errors, key=lambda error: error.least_bytes or math.inf)
 
 
-def _alike(joint: Joint, budget: Assignment, errors: list[BudgetError]) -> Planned | None:
+def _alike(joint: Joint, budget: Assignment, errors: list[BudgetError], has_tighter: bool) -> Planned | None:
     """The plan with all calls of the graph alike; None if none fits. Errors of what was tried go to `errors`."""
     ways = [budget]
     if budget.moments_at_least:  # other graphs hold their least, in place of their share of the budget
@@ -92,7 +92,7 @@ def _alike(joint: Joint, budget: Assignment, errors: list[BudgetError]) -> Plann
     found: Planned | None = None
     for way in ways:
         try:
-            one = planned(joint, way)
+            one = planned(joint, way, has_tighter)
         except OutOfReach:
             raise  # other ways have fewer means
         except BudgetError as error:

@@ -196,8 +196,8 @@ def test_without_a_peak_exact_means_count_where_others_lower_nothing(model, x, m
     """The search tries one choice of all means. If it turns out above the peak without hooks, nothing is packed."""
     planned = within.planned
 
-    def as_if_wrong(joint, given):
-        return planned(joint, dataclasses.replace(given, max_slowdown=0.0) if given.max_error else given)
+    def as_if_wrong(joint, given, *rest):
+        return planned(joint, dataclasses.replace(given, max_slowdown=0.0) if given.max_error else given, *rest)
 
     monkeypatch.setattr(within, "planned", as_if_wrong)
     found = aot_hooks.plan(model, x, policy=budget(max_slowdown=1.0), inner="aten")
