@@ -240,9 +240,16 @@ def in_a_row_us(call: Callable[[], Any], device: torch.device, calls: int) -> fl
 
 
 def bench_world(
-    device: torch.device, add: Callable[[dict[str, Any]], None], *, at_once: int, calls: int, rounds: int, width: int,
-    batch: int, steps: int,
-) -> None:  # fmt: skip
+    device: torch.device,
+    add: Callable[[dict[str, Any]], None],
+    *,
+    at_once: int,
+    calls: int,
+    rounds: int,
+    width: int,
+    batch: int,
+    steps: int,
+) -> None:
     """`add` gets the row each time when more of it is known. `at_once`: latent steps that are compiled together."""
     on_gpu = device.type == "cuda"
     row: dict[str, Any] = {"model": "world", "batch": batch, "steps": steps, "compiled_at_once": at_once}

@@ -159,10 +159,18 @@ def _params_of(objects: Collection[Any]) -> list[Any]:
 OPTIONS_OF_STATES = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
 OPTIONS_OF_CONTEXTS = ("is_last_backward",)
 OPTIONS_OF_GROUPS = (
-    "reduce_grads", "all_reduce_grads", "reshard_after_backward", "gradient_divide_factor", "post_forward_mesh_info",
-    "unshard_in_backward", "unshard_async_op", "force_sum_reduction_for_comms", "_all_reduce_hook", "_all_gather_comm",
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "gradient_divide_factor",
+    "post_forward_mesh_info",
+    "unshard_in_backward",
+    "unshard_async_op",
+    "force_sum_reduction_for_comms",
+    "_all_reduce_hook",
+    "_all_gather_comm",
     "_reduce_scatter_comm",
-)  # fmt: skip
+)
 
 
 def sharding_options(module: Any) -> dict[str, tuple[dict[str, Any], str]]:

@@ -80,10 +80,18 @@ def test_llama_factory(tmp_path: Path, model: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     (tmp_path / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
     settings = SHARED | {
-        "model_name_or_path": str(model), "stage": "sft", "do_train": True, "finetuning_type": "full",
-        "dataset": "rows", "dataset_dir": str(tmp_path), "template": "llama2", "cutoff_len": 64,
-        "output_dir": str(tmp_path / "out"), "report_to": "none", "use_cpu": True,
-    }  # fmt: skip
+        "model_name_or_path": str(model),
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "full",
+        "dataset": "rows",
+        "dataset_dir": str(tmp_path),
+        "template": "llama2",
+        "cutoff_len": 64,
+        "output_dir": str(tmp_path / "out"),
+        "report_to": "none",
+        "use_cpu": True,
+    }
     (tmp_path / "sft.yaml").write_text(json.dumps(settings))  # JSON is YAML
     (tmp_path / "train.py").write_text(recipe("LLaMA-Factory"))
     switches = ["torch_compile=true", "disable_gradient_checkpointing=true"]
@@ -97,12 +105,24 @@ def test_ms_swift(tmp_path: Path, model: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps({"messages": messages})] * 16))
     (tmp_path / "hooks.py").write_text(recipe("ms-swift"))
     settings = SHARED | {
-        "model": model, "model_type": "llama", "template": "chatml", "system": "x", "dataset": "rows.jsonl",
-        "split_dataset_ratio": 0, "max_length": 2000, "tuner_type": "full", "torch_dtype": "float32",
-        "attn_impl": "sdpa", "output_dir": "out", "report_to": "none", "use_cpu": "true",
-        "external_plugins": "hooks.py", "callbacks": "aot_hooks", "torch_compile": "true",
+        "model": model,
+        "model_type": "llama",
+        "template": "chatml",
+        "system": "x",
+        "dataset": "rows.jsonl",
+        "split_dataset_ratio": 0,
+        "max_length": 2000,
+        "tuner_type": "full",
+        "torch_dtype": "float32",
+        "attn_impl": "sdpa",
+        "output_dir": "out",
+        "report_to": "none",
+        "use_cpu": "true",
+        "external_plugins": "hooks.py",
+        "callbacks": "aot_hooks",
+        "torch_compile": "true",
         "gradient_checkpointing": "false",
-    }  # fmt: skip
+    }
     words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
     program = "import sys; from swift.pipelines import sft_main; sft_main(sys.argv[1:])"
     numbers = logged(tmp_path, ["-c", program, *words])

@@ -16,9 +16,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("aot_hooks", "cudagraph")
 NEEDED = ("tests", "examples", "docs", "benchmarks", "constraints", *PACKAGES)  # folders
 FILES = (
-    "README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "pyproject.toml",
+    "README.md",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "Makefile",
+    "pyproject.toml",
     "MANIFEST.in",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
