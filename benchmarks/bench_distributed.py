@@ -78,6 +78,7 @@ BUDGETS = {  # a share of a row's peak
     "tight budget": ("stock", 0.25),
     "tight budget alike": ("stock", 0.25),  # no call of a graph holds less than another
     "budget as checkpointing": ("checkpointing", 1.0),
+    "budget of twice checkpointing": ("checkpointing", 2.0),
 }
 ROWS = ("stock", "checkpointing", *HOOKS, *CAPTURED, *BUDGETS, "save_on_cpu")
 LENGTHS = (11, 8, 14, 16, 9, 13, 10, 15, 12)  # of `--varied`, step by step, in sixteenths of `tokens`
@@ -105,8 +106,10 @@ def prepared(
         how = {"backend": "aot_eager"}
     how["dynamic"] = True if said.varied else None
     if parallel == "ddp" and not one_graph:
-        if row == "checkpointing":
-            raise ValueError("DDP compiles the whole model; measure checkpointing under fsdp or tp")
+        if row == "checkpointing":  # a graph that is cut at the buckets can hold no checkpoint
+            for block in stack.blocks:
+                block.compile(**how)
+            return functools.partial(nn.parallel.DistributedDataParallel(stack), checkpointed=True)
         return torch.compile(nn.parallel.DistributedDataParallel(stack), **how)
     if "tp" in parallel:
         columns, rows = ("attention.q", "attention.k", "attention.v", "w1", "w3"), ("attention.out", "w2")
@@ -297,7 +300,7 @@ def main() -> None:
         except (RuntimeError, ValueError) as error:  # out of memory, or a way that can't be: the other rows go on
             if said.verbose and rank == 0:
                 traceback.print_exc()
-            found = {"row": row, "error": first_line(error)}
+            found = {"row": row, "error": first_line(error.__cause__ or error)}  # a schedule of stages wraps it
             traceback.clear_frames(error.__traceback__)
         if rank == 0:
             result["rows"].append(found)
