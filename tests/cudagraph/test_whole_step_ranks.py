@@ -824,11 +824,14 @@ def dies_in_a_replay(rank):
     raise AssertionError("nobody has missed the rank that was killed")
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_rank_that_is_killed_in_a_replay_ends_the_other_in_bounded_time(tmp_path, device):
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    lives, killed = run_ranks(dies_in_a_replay, tmp_path, device=device, limit_s=90)
-    assert killed.exit_code == -signal.SIGKILL and lives.failed
+def test_a_rank_that_is_killed_in_a_replay_ends_the_others_in_bounded_time(tmp_path, device, count):
+    if device == "cuda" and torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    first, killed, *others = run_ranks(dies_in_a_replay, tmp_path, device=device, limit_s=90, count=count)
+    assert killed.exit_code == -signal.SIGKILL
     # Gloo sees it by itself; NCCL waits on the device, until the watchdog of the step ends that.
-    assert "RanksError" in lives.error if device == "cuda" else "RuntimeError" in lives.error, lives
+    expected = "RanksError" if device == "cuda" else "RuntimeError"
+    for lives in (first, *others):
+        assert lives.failed and expected in lives.error, lives

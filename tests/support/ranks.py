@@ -95,9 +95,14 @@ class Ended(NamedTuple):
 
 
 def run_ranks(
-    work: Callable[..., None], folder: pathlib.Path, *arguments: Any, limit_s: float = 60, device: str = "cpu"
+    work: Callable[..., None],
+    folder: pathlib.Path,
+    *arguments: Any,
+    limit_s: float = 60,
+    device: str = "cpu",
+    count: int = 2,
 ) -> list[Ended]:
-    """Call `work(rank, *arguments)` in two processes, each with a GPU if `device` is "cuda".
+    """Call `work(rank, *arguments)` in `count` processes, each with a GPU if `device` is "cuda".
 
     `work` is a function of a module.
     """
@@ -106,7 +111,8 @@ def run_ranks(
     sys.path.insert(0, there)
     try:
         processes = [
-            context.Process(target=_run, args=(work, rank, str(folder), device, arguments)) for rank in range(2)
+            context.Process(target=_run, args=(work, rank, count, str(folder), device, arguments))
+            for rank in range(count)
         ]
         for process in processes:
             process.start()
@@ -119,18 +125,20 @@ def run_ranks(
     for process in processes:
         process.kill()
         process.join()
-    errors = [folder / f"error{rank}" for rank in range(2)]
+    errors = [folder / f"error{rank}" for rank in range(count)]
     texts = [error.read_text() if error.exists() else "" for error in errors]
     return [Ended(code, text) for code, text in zip(codes, texts, strict=True)]
 
 
-def _run(work: Callable[..., None], rank: int, folder: str, device: str, arguments: tuple[Any, ...]) -> None:
+def _run(
+    work: Callable[..., None], rank: int, count: int, folder: str, device: str, arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # the same kernels in a capture as outside
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # takes a minute
-    how: dict[str, Any] = {"init_method": f"file://{folder}/meet", "rank": rank, "world_size": 2}
+    how: dict[str, Any] = {"init_method": f"file://{folder}/meet", "rank": rank, "world_size": count}
     wait = datetime.timedelta(seconds=WAIT_S if device == "cpu" else WAIT_ON_GPU_S)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=wait, **how)
     try:
