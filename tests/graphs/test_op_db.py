@@ -89,23 +89,12 @@ def test_a_lifted_input_has_the_same_values_and_is_saved_as_an_intermediate() ->
     assert not torch.equal(activated.run(*activated.inputs), program.run(*program.inputs))
 
 
-# operators that the committed run found worse than the rule allows, and why that is so
-WORSE = {
-    "nn_functional_gaussian_nll_loss": "Dynamo breaks the graph at its check of the variance, so it runs eagerly: "
-    "nothing tells there that a logarithm reads what int4 rounds; with int4 eager mode itself loses the gradient"
-}
-
-
 @reads_results
-def test_the_committed_run_covers_every_operator_and_its_failures_have_a_reason() -> None:
+def test_the_committed_run_covers_every_operator_and_none_is_worse_than_the_rule() -> None:
     run = json.loads((CURRENT / "op_db.cpu.json").read_text())
     found = run["summary"]
     assert found["operators_with_something_packed"] >= 450
     assert set(found["operators_by_dtype"]) == {"float32", "bfloat16"}
     assert set(run["rule"]["hooks"]) == {"float8", "int8", "int4", "cast"} == set(oracle.HOOKS)
-    assert set(found["failing_operators"]) == set(WORSE)
-    failing = {
-        (failure["name"], v["hook"]) for failure in run["failures"] for v in failure["verdicts"] if v["kind"] != "ok"
-    }
-    assert failing == {(name, "int4") for name in WORSE}
+    assert found["failing_operators"] == run["failures"] == []
     assert found["exceptions"] == op_programs.EXCEPTIONS
