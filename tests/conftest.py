@@ -267,6 +267,9 @@ def world(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     from cudagraph.tree import dispatch
 
+    if request.param == "cuda":  # what tests before compiled is in this device's tree until nobody can call it
+        torch._dynamo.reset()
+        gc.collect()
     dispatch.reset()
     yield World(request.param)
     dispatch.reset()
