@@ -12,8 +12,8 @@ differs, nothing has changed. Otherwise leaves are compared: plain values by typ
 
 Random numbers of the host, of Python and NumPy, would not be drawn by a replay: `HostRandom` tells whether any were.
 
-A function's variables are what it closes over, the globals that it names, and its defaults. Classes, modules of Python
-and what a called method reads elsewhere are not looked at: docs/footguns.md lists what goes unnoticed.
+A function's variables are what it closes over, the globals that it names, its defaults and attributes. Classes,
+modules of Python and what a called method reads elsewhere are not looked at: docs/footguns.md lists what goes unnoticed.
 """
 
 from __future__ import annotations
@@ -403,7 +403,8 @@ class HostState:
             write = functools.partial(_put_into_entries, [(space, name) for name in names])
             self._watch_values(path, names, lambda: [space.get(name, MISSING) for name in names], write, depth=depth)
             self._watch_values(path, ("code", "defaults", "keywords"), lambda: [*FUNCTION_PARTS(function)], depth=depth)
-        if hasattr(function, "__wrapped__"):
+            self._dict(path, function.__dict__, depth, has_attributes=True)
+        elif hasattr(function, "__wrapped__"):
             self._waiting.append((f"{path}.__wrapped__", function.__wrapped__, depth))
 
 
