@@ -264,6 +264,8 @@ class HostState:
         """Add a value that was not met before, by its type. `depth`: how many objects deep to look further."""
         if isinstance(value, torch.Tensor):
             self._tensor(path, value)
+            if type(value) in (torch.Tensor, torch.nn.Parameter) and value.__dict__:  # `p.lr_scale = 0.1`
+                self._dict(path, value.__dict__, depth, has_attributes=True)
         elif isinstance(value, (dict, list, deque, set, tuple, frozenset, types.MappingProxyType)):
             self.leaves[path] = type(value)  # not its id: an equal dict in its place is no change
             self._container(path, value, depth)
