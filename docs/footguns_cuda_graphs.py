@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401 - the lines of the page use what is imported here
 
+import contextvars
 import io
 import os
 import random

@@ -12,8 +12,8 @@ differs, nothing has changed. Otherwise leaves are compared: plain values by typ
 
 Random numbers of the host, of Python and NumPy, would not be drawn by a replay: `HostRandom` tells whether any were.
 
-A function's variables are what it closes over, the globals that it names, and its defaults. Classes, modules of Python
-and what a called method reads elsewhere are not looked at: docs/footguns.md lists what goes unnoticed.
+A function's variables are what it closes over, the globals that it names, its defaults and attributes. Classes,
+modules of Python and what a called method reads elsewhere are not looked at: docs/footguns.md lists them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from ..errors import CudaGraphError
 from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
 from ..torch_private.distributed import is_dtensor, local_part, sharding_options
+from .iterators import is_opaque
 from .numbers import Place, Traced
 from .users_code import globals_in, is_users, is_users_class
 
@@ -119,6 +120,10 @@ class HostState:
     def objects(self) -> list[Any]:
         """All objects that were found, except for plain values."""
         return [value for value, _ in self._seen.values()]
+
+    def iterators(self) -> dict[str, Any]:
+        """Iterators of Python's own, and generators, by path."""
+        return {path: value for value, path in self._seen.values() if is_opaque(value)}
 
     def note_versions(self) -> None:
         """Note the versions of dicts and of tensors on the CPU. Call it when all values are those of the snapshot."""
@@ -259,6 +264,8 @@ class HostState:
         """Add a value that was not met before, by its type. `depth`: how many objects deep to look further."""
         if isinstance(value, torch.Tensor):
             self._tensor(path, value)
+            if type(value) in (torch.Tensor, torch.nn.Parameter) and value.__dict__:  # `p.lr_scale = 0.1`
+                self._dict(path, value.__dict__, depth, has_attributes=True)
         elif isinstance(value, (dict, list, deque, set, tuple, frozenset, types.MappingProxyType)):
             self.leaves[path] = type(value)  # not its id: an equal dict in its place is no change
             self._container(path, value, depth)
@@ -403,7 +410,8 @@ class HostState:
             write = functools.partial(_put_into_entries, [(space, name) for name in names])
             self._watch_values(path, names, lambda: [space.get(name, MISSING) for name in names], write, depth=depth)
             self._watch_values(path, ("code", "defaults", "keywords"), lambda: [*FUNCTION_PARTS(function)], depth=depth)
-        if hasattr(function, "__wrapped__"):
+            self._dict(path, function.__dict__, depth, has_attributes=True)
+        elif hasattr(function, "__wrapped__"):
             self._waiting.append((f"{path}.__wrapped__", function.__wrapped__, depth))
 
 

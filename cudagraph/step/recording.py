@@ -27,6 +27,7 @@ from .accumulators import is_referenced, renew_for_capture, why_referenced, why_
 from .gradients import Gradients, ReadsGradients
 from .host import ALL, HostRandom, HostState
 from .inputs import Inputs, StepCall
+from .iterators import Iterators
 from .numbers import Numbers, Place, Traced, replaced
 from .outputs import ChangesValue, Outputs, Unforeseen, is_storable, refuse_to_store
 from .recordings import Recordings
@@ -289,6 +290,7 @@ class _Attempt:
         self.on_cpu = [(x, x._version, x.detach().clone()) for x in host.on_cpu]
         self.random_states = [torch.get_rng_state()]
         self.random_numbers = HostRandom(host.objects())
+        self.iterators = Iterators(host.iterators())
         # Under a dispatch mode Dynamo gives compiled code up, and a function mode makes it compile anew.
         self.is_watched = not step.calls_compiled
         paths = () if step.state.by_number else step.numbers
@@ -336,6 +338,8 @@ class _Attempt:
         """Raise if the step did what no graph does again: random numbers of the host."""
         if self.random_numbers.changed() or not torch.equal(*self.random_states):
             raise CannotCapture("draws random numbers on the host")
+        if (reason := self.iterators.reason()) is not None:
+            raise CannotCapture(reason)
         self.outputs.collect({torch_cuda.storage_key(x) for x in self.tensors})
         self.outputs.uncover()
 

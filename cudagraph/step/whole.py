@@ -38,6 +38,7 @@ from ..tree.tree import Failure
 from .accumulators import renew
 from .host import CannotCompare, HostState
 from .inputs import StepCall, changing_value, objects_in, reason_against_inputs, step_call
+from .iterators import Iterators
 from .numbers import NotTraced
 from .outputs import ChangesValue
 from .ranks import Ranks
@@ -311,7 +312,7 @@ class WholeStep(Recordings):
 
     def _warm_up_for(self, way: Way, call: StepCall) -> Any:
         """Warm up, and count it for the recording to come, unless what the step calls may still change."""
-        before = unsettled_count()
+        before, iterators = unsettled_count(), Iterators(way.host.iterators())
         result = self._warm_up(call)
         self.unsettled_calls = 0 if unsettled_count() == before else self.unsettled_calls + 1
         if self.unsettled_calls == MOST_UNSETTLED_CALLS:
@@ -319,6 +320,8 @@ class WholeStep(Recordings):
             log.info("%s %s: what it does now is recorded", self.name, why)
         counts = self.unsettled_calls == 0 or self.unsettled_calls > MOST_UNSETTLED_CALLS
         try:
+            if (reason := iterators.reason()) is not None:
+                raise CannotCompare(reason)
             host, warm_ups = self._host(), way.warm_ups if counts else 0
             self._note_warm(call.key, host.with_flags_of(way.host), warm_ups)
             self._note_warm(call.key, host, warm_ups)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import deque
 
 import numpy
 import pytest
@@ -285,6 +287,86 @@ def test_random_numbers_that_are_drawn_between_steps_do_not_matter(device, name)
 
     for x, y in batches(device, 6):
         draw()
+        step(x, y)
+    assert step.refused == "" and cudagraph.stats()["replays"] == 5
+
+
+def doubled(numbers):
+    for number in numbers:
+        yield 2 * number
+
+
+def passed_on(numbers):
+    yield from numbers
+
+
+class Batches(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return i + 1.0
+
+
+FACTORS = [1.0 + i for i in range(20)]
+ITERATORS = {
+    "a list's": lambda: iter(FACTORS),
+    "a dict's": lambda: iter(dict.fromkeys(FACTORS)),
+    "a deque's": lambda: iter(deque(FACTORS)),
+    "reversed": lambda: reversed(FACTORS),
+    "a map of a zip": lambda: map(max, zip(FACTORS, [0.0] * 20, strict=True)),
+    "enumerate": lambda: map(sum, enumerate(FACTORS)),
+    "itertools.count": lambda: itertools.count(1),
+    "itertools.cycle": lambda: itertools.cycle(FACTORS),
+    "itertools.islice": lambda: itertools.islice(itertools.chain(FACTORS), 1, None),
+    "a generator": lambda: doubled(FACTORS),
+    "a generator that passes on": lambda: passed_on(iter(FACTORS)),
+    "a data loader's": lambda: iter(torch.utils.data.DataLoader(Batches(), batch_size=1)),
+}
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+def test_a_step_that_takes_items_from_an_iterator(device, name):
+    """A replay would take none, and go on with the one of the capture."""
+
+    def make_step(model, optimizer):
+        factors = ITERATORS[name]()
+        return lambda x, y: train(F.mse_loss(model(x), y) * float(next(factors)), optimizer)
+
+    step = steps_are_equal(device, make_step, count=8)
+    assert step.refused.startswith("takes items from <lambda>, factors"), step.refused
+
+
+def test_items_that_are_first_taken_in_a_capture(device):
+    """None was taken in the warm-up. The item that the capture takes is lost."""
+    ours, optimizer, _, _ = pair(device, adamw_fused)
+    factors, calls = iter(FACTORS), itertools.count()
+
+    class Unseen(Exception):
+        late = False
+
+    def step(x, y):
+        factor = next(factors) if Unseen.late else 1.0
+        return train(F.mse_loss(ours(x), y) * factor, optimizer)
+
+    step = cudagraph.whole_step(step)
+    for x, y in batches(device, 4):
+        Unseen.late = next(calls) > 0
+        step(x, y)
+    assert step.refused.startswith("takes items from step, factors")
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+def test_items_that_are_taken_between_steps_do_not_matter(device, name):
+    ours, optimizer, _, _ = pair(device, adamw_fused)
+    factors, takes = ITERATORS[name](), False
+
+    @cudagraph.whole_step
+    def step(x, y):
+        return train(F.mse_loss(ours(x), y) * (float(next(factors)) if takes else 1.0), optimizer)
+
+    for x, y in batches(device, 6):
+        next(factors)
         step(x, y)
     assert step.refused == "" and cudagraph.stats()["replays"] == 5
 

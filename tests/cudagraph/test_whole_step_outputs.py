@@ -32,7 +32,8 @@ class Trainer:
         return loss.detach()
 
     def stored(self):
-        return self.kept, [*self.losses], dict(self.of_layers), self.net.last_loss
+        of_weight = getattr(self.net.last.weight, "last_loss", None)
+        return self.kept, [*self.losses], dict(self.of_layers), self.net.last_loss, of_weight
 
 
 def on_an_object(t, loss, out):
@@ -41,6 +42,10 @@ def on_an_object(t, loss, out):
 
 def on_a_module(t, loss, out):
     t.net.last_loss = loss.detach()
+
+
+def on_a_parameter(t, loss, out):
+    t.net.last.weight.last_loss = loss.detach()
 
 
 def in_a_dict(t, loss, out):
@@ -65,7 +70,7 @@ def what_it_returns_and_an_input_to_a_hook(t, loss, out):
     t.kept = [loss, out[1:]]
 
 
-WAYS = (on_an_object, on_a_module, in_a_dict, in_a_new_list, in_the_same_list, one_tensor_in_two_places)
+WAYS = (on_an_object, on_a_module, on_a_parameter, in_a_dict, in_a_new_list, in_the_same_list, one_tensor_in_two_places)
 
 
 @pytest.mark.parametrize("keep", [*WAYS, what_it_returns_and_an_input_to_a_hook])
