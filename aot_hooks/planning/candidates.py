@@ -11,7 +11,8 @@
                                                   is simulated, with its copies
 
 Blocks computed again are checkpointing's way: of a block only its inputs are saved, with what can't be repeated and
-with its statistics. Then the inputs can be in float8, and on the host. Of whole blocks no statistics are saved, nor
+with its statistics. Then the inputs can be in float8, and on the host. So can inputs that another call of the graph has
+returned, if nothing else holds them. Of whole blocks no statistics are saved, nor
 what the last one returns, which is what checkpointing does.
 """
 
@@ -316,47 +317,47 @@ class Simulation:
         else:
             limits["in_flight_bytes"] = min(_IN_FLIGHT, *(int(_IN_FLIGHT_SHARE * whole.peak) for whole in self.wholes))
         hook = way.rule(**limits)
-        found, plan, live = self._rewritten(graphs, way, hook, packs_early=packs_early)
+        found, plan, live, inputs_bytes = self._rewritten(graphs, way, hook, packs_early=packs_early)
         if way.again == BLOCKS and error_within(plan, way, self.stock) > ERROR * self.max_error:
             return None
         call = _call(found, plan, live)
-        inputs_bytes = sum(self._sent_inputs(graphs, way).values())
         # What one call returns is gone once the next one has run, and counts there meanwhile. That of the last stays.
         call = call._replace(nbytes=call.nbytes._replace(held=call.nbytes.held - 2 * inputs_bytes))
-        steps = [predicted(whole, call, rates) for whole in self.wholes]
-        if any(step.peak + inputs_bytes > whole.peak for step, whole in zip(steps, self.wholes, strict=True)):
+        wholes = [replace(whole, peak=whole.peak - inputs_bytes) for whole in self.wholes]
+        steps = [predicted(whole, call, rates) for whole in wholes]
+        if any(step.peak > whole.peak for step, whole in zip(steps, wholes, strict=True)):
             early = graphs.fused and not packs_early and call.nbytes.forward > call.nbytes.backward
             return self._typed(graphs, way, rates, most_ms, packs_early=True) if early else None
         if steps[-1].call_ms >= most_ms:
             return None
         if across:  # the room is known only now
-            hook = offload_in_room(hook, room_of(self.wholes, call))
-            found, plan, live = self._rewritten(graphs, way, hook, packs_early=packs_early)
+            hook = offload_in_room(hook, room_of(wholes, call))
+            found, plan, live, _ = self._rewritten(graphs, way, hook, packs_early=packs_early)
         return Typed(way, found.fw, found.bw, plan, live, call, steps[-1])
 
     def _rewritten(
         self, graphs: Graphs, way: Way, hook: Any, *, packs_early: bool
-    ) -> tuple[Graphs, Plan, tuple[LivePoint, ...]]:
+    ) -> tuple[Graphs, Plan, tuple[LivePoint, ...], int]:
         """A copy of `graphs` with a hook for all, as the backend makes it for users who type it.
 
-        Inputs that are sent count as alive in the forward that reads them.
+        Also the bytes of inputs that it saves in another form. They count as alive in the forward that reads them.
         """
-        inputs = self._sent_inputs(graphs, way)
+        inputs = self._returned_inputs(graphs, way)
         scope = "no_static" if inputs and self.joint.setting.scope != "all" else None
         rule = _AlsoInputs(hook, frozenset(inputs)) if inputs else hook
         found, plan = self.joint.hooked(graphs, rule, scope=scope, packs_early=packs_early)
         if way.again and graphs.fused:
             split_and_hold(found.fw, found.bw, num_fwd_outputs=graphs.num_fwd_outputs, roots=graphs.roots)
-        more = sum(inputs.values())
+        more = sum(inputs.get(d.saved.name, 0) for d in plan.decisions if d.hook is not KEEP)
         live = (replace(p, live_bytes=p.live_bytes + more * (p.phase == "forward")) for p in found.live())
-        return found, plan, tuple(live)
+        return found, plan, tuple(live), more
 
-    def _sent_inputs(self, graphs: Graphs, way: Way) -> dict[str, int]:
-        """The bytes of the inputs that the call before has returned, by name, if they are sent.
+    def _returned_inputs(self, graphs: Graphs, way: Way) -> dict[str, int]:
+        """The bytes of the inputs that the call before has returned, by name, if the way may send them.
 
         These are inputs with a gradient, beside parameters, and the graph returns as many bytes.
         """
-        if not way.sends or way.again != BLOCKS or not all(whole.frees_inputs for whole in self.wholes):
+        if not way.sends or not all(whole.frees_inputs for whole in self.wholes):
             return {}
         outputs = [n for n in results_of(graphs.fw.graph)[: graphs.num_fwd_outputs] if isinstance(n, Node)]
         returned = sum(storage_bytes(n.meta["val"]) for n in outputs if isinstance(n.meta["val"], torch.Tensor))

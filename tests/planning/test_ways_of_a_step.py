@@ -11,6 +11,7 @@ import many_blocks
 import pytest
 import torch
 from many_blocks import Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
+from profiled import most_allocated
 from small_budgets import budget
 
 import aot_hooks
@@ -116,6 +117,44 @@ def test_inputs_of_blocks_wait_on_the_host_if_nothing_else_holds_them(link, kept
     sent = {d.saved.name for d in plan.decisions if d.hook is not aot_hooks.KEEP}
     assert [d.saved.is_input for d in plan.decisions if d.saved.name in sent] == [True]
     assert 0.8 * plan.peak_bytes < measured(model, x, tmp_path) <= plan.peak_bytes <= peak
+
+
+@pytest.mark.parametrize("kept", ["nothing", "another tensor of its memory", "hidden states"])
+def test_inputs_of_blocks_are_rounded_if_nothing_else_holds_them(link, kept, tmp_path, monkeypatch) -> None:
+    """FSDP2 hands each block another tensor, of the memory that the block before has returned."""
+    way = candidates.Way(candidates.NOTHING, aot_hooks.float8(), sends=True)
+    monkeypatch.setattr(candidates, "ways", lambda *_: [way])
+    x = torch.randn(4 * many_blocks.ROWS, many_blocks.WIDTH, requires_grad=True)
+    model = model_of(*[Block] * 14)
+    expected, peak = gradients(model, x), 40 * x.nbytes
+    compile_blocks(model, budget(peak, allow=("offload", "float8"), max_error=0.06))
+
+    all_hidden: list[torch.Tensor] = []
+
+    def step() -> None:
+        hidden = x
+        for block in model:
+            hidden = block(hidden.view_as(hidden) if kept == "another tensor of its memory" else hidden)
+            if kept == "hidden states":
+                all_hidden.append(hidden)
+        hidden.sin().sum().backward()
+
+    if kept == "hidden states":
+        with pytest.raises(Exception, match="but the least that was found takes 21"):
+            for _ in range(3):
+                train(model, x, step)
+        return
+    for _ in range(8):
+        found = train(model, x, step)
+        apart = sum((f - e).square().sum() for f, e in zip(found, expected, strict=True))
+        assert torch.as_tensor(apart).sqrt() <= 0.06 * torch.cat([e.flatten() for e in expected]).norm()
+    (plan,) = aot_hooks.last_plans(model)
+    assert plan.recipe.across_graphs and plan.recipe.typed[1] == "offload(then=float8())"
+    rounded = {d.saved.name for d in plan.decisions if d.saved.is_input and d.hook is not aot_hooks.KEEP}
+    assert len(rounded) == 1
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    assert 0.85 * plan.peak_bytes < most_allocated(step, tmp_path) <= plan.peak_bytes <= peak
 
 
 def test_of_forms_that_round_only_the_fastest_is_tried() -> None:
