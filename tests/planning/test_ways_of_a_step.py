@@ -19,6 +19,8 @@ from aot_hooks.offloading import at_run_time
 from aot_hooks.planning import candidates, many
 from aot_hooks.planning import measured as measuring
 from aot_hooks.planning.measured import slowness
+from aot_hooks.planning.recomputation import exact_order
+from aot_hooks.planning.step import Option, Value
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
@@ -155,6 +157,53 @@ def test_inputs_of_blocks_are_rounded_if_nothing_else_holds_them(link, kept, tmp
     model.zero_grad(set_to_none=True)
     x.grad = None
     assert 0.85 * plan.peak_bytes < most_allocated(step, tmp_path) <= plan.peak_bytes <= peak
+
+
+def test_a_slow_link_sends_less_and_computes_values_again(x, link, tmp_path, monkeypatch) -> None:
+    """What is computed again from the block's input takes less time than its copies stall."""
+    slow = aot_hooks.Rates(to_host=1e9, to_device=1e9, memory=2e10, operations=1e11, operations32=1e11)
+    fastest = candidates.Simulation.fastest
+    monkeypatch.setattr(candidates, "_link", lambda graphs: slow)
+    monkeypatch.setattr(candidates.Simulation, "fastest", lambda self, most_ms, only: fastest(self, math.inf, only))
+    way = candidates.Way(candidates.POINTWISE, sends=True)
+    monkeypatch.setattr(candidates, "ways", lambda *_: [way])
+    model = model_of(*[Block] * 16)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.25)
+    compile_blocks(model, budget(peak, max_error=0, allow=("recompute", "offload")))
+    for _ in range(8):
+        assert_equal(train(model, x), expected)
+    (plan,) = aot_hooks.last_plans(model)
+    assert plan.recipe.typed[0].startswith(candidates._WITH_MORE) and plan.transfers
+    times = [ms for ms, _, _ in link]
+    assert plan.after_ms == min(times) < 0.97 * times[0]
+    assert measured(model, x, tmp_path) <= peak
+
+
+def test_values_computed_again_in_place_of_copies_are_the_cheapest_exact_ones() -> None:
+    def value(name: str, nbytes: int, *options: Option) -> Value:
+        return Value((name,), nbytes, 0, 0, options=options)
+
+    def again(*nodes: str, sources: tuple[int, ...] = ()) -> Option:
+        return Option("recompute", sources=sources, again=nodes)
+
+    times = {"norm": 1.0, "q": 1.0, "k": 0.4, "mlp": 0.3}
+    rounded = Option("float8()", packed_bytes=2, error=0.03)
+    values = [
+        value("k", 1, again("norm", "k")),
+        value("q", 4, again("norm", "q")),
+        value("rounded", 4, rounded),
+        value("of rounded", 9, again("mlp", sources=(2,))),
+        value("of q", 9, again("mlp", sources=(1,))),
+        value("small", 0, again("mlp")),
+        value("v", 4, rounded, again("norm", "q")),
+    ]
+
+    def names(count: int) -> list[str]:
+        return [values[i].names[0] for i, _ in exact_order(values[:count], "float8()", 1, times)]
+
+    # the norm is computed once; what is rounded, or is computed again itself, is no source
+    assert names(4) == ["q", "k"] and names(6) == ["of q", "k"]
+    assert names(7) == ["of q", "v", "k"], "what is sent in 8 bits saves half of its bytes"
 
 
 def test_of_forms_that_round_only_the_fastest_is_tried() -> None:
