@@ -224,14 +224,18 @@ class Clock:
     def ms_since(self, began: Any) -> float:
         return 1e3
 
+    def link_share(self) -> float:
+        return 0.7
+
 
 def test_a_plan_that_may_send_waits_for_a_step_that_is_timed(x, link, compiled_kinds, caplog, monkeypatch) -> None:
     """The first step compiles, so its time says nothing. The second one takes longer than its graphs: copies hide."""
     seen: list[float] = []
+    shares: list[float] = []
     whole_of = many.whole_of
     monkeypatch.setattr(measuring, "clock_of", lambda plans: Clock())
     monkeypatch.setattr(measuring, "slowness", lambda ms, predicted_ms: seen.append(predicted_ms) or 2.5)
-    monkeypatch.setattr(many, "whole_of", lambda *args: seen.append(0.0) or whole_of(*args))
+    monkeypatch.setattr(many, "whole_of", lambda *args: seen.append(0.0) or shares.append(args[-1]) or whole_of(*args))
     caplog.set_level(logging.INFO, "aot_hooks")
     model = model_of(*[Block] * 8)
     expected = gradients(model, x)
@@ -242,6 +246,7 @@ def test_a_plan_that_may_send_waits_for_a_step_that_is_timed(x, link, compiled_k
     (predicted_ms, *planned), text = seen, "".join(r.getMessage() for r in caplog.records)
     assert predicted_ms > 0 and planned and not any(planned)  # timed once, before the plan
     assert "takes 2.50 times as long as predicted" in text and "step 2 peaks at" in text
+    assert shares[-1] == 0.7 and "copies have 0.7 of the link's speed" in text
 
 
 def test_slowness_is_the_time_over_the_predicted_time_in_quarters() -> None:
