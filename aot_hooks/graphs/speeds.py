@@ -11,7 +11,8 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from .nodes import argument_called
 log = logging.getLogger("aot_hooks")
 _ENOUGH = 32 << 20  # bytes of queries that fill a device: more samples and heads take as much longer
 _LEAST_MS = 0.05  # less is the host's time to launch it
+_MEET_S = 0.5  # seconds that a rank waits for the others of its host: they end a step at the same time, within some ms
+_TOGETHER_S = 0.05  # seconds for which they copy at once, so that they do if one comes 20 ms late
 _MEASURED = "aten._scaled_dot_product_"  # operators of other names take lengths or functions, which random data has not
 
 
@@ -91,16 +94,42 @@ def _measured(index: int) -> Rates:
     return Rates(**dict(zip(speeds, map(float, found.split()), strict=True)))
 
 
-def _seconds(work: Callable[[], Any]) -> float:
-    """The time of the fastest of six runs, by the device's clock."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
+def link_share(device: torch.device) -> float:
+    """The share of its speed that the link of a CUDA device has while all ranks of its host copy to the host.
+
+    The GPUs of a host may share a path to its memory: four H200s have 33 to 37 GB/s each at once, 55 one by one.
+    Measured on the first call, in tenths; 1 if another rank does not come, or there is none. Ranks agree on it.
+    """
+    return _link_share(device.index or 0) if device.type == "cuda" else 1.0
+
+
+@functools.cache
+def _link_share(index: int) -> float:
+    name = "link of all ranks of a host"
+    own = min(1.0, round(_copied_together(index) / _measured(index).to_host, 1)) if ranks.meet(name, _MEET_S) else 1.0
+    return float(ranks.agreed(name, repr(own)))
+
+
+def _copied_together(index: int) -> float:
+    """Bytes a second that are copied to the host for `_TOGETHER_S`."""
+    device, copied = _cuda(index), 64 << 20
+    with torch_values.without_modes(), torch.no_grad(), torch.cuda.device(device):
+        block = torch.empty(copied, dtype=torch.uint8, device=device)
+        host = torch.empty(copied, dtype=torch.uint8, pin_memory=True)
+        count = math.ceil(_TOGETHER_S * _measured(index).to_host / copied)
+        return copied / _seconds(lambda: host.copy_(block, non_blocking=True), count, statistics.median)
+
+
+def _seconds(work: Callable[[], Any], runs: int = 6, of: Callable[[Iterable[float]], float] = min) -> float:
+    """The time of the fastest of six runs, by the device's clock; or what `of` takes of several `runs`."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
     work()
     marks[0].record()
     for mark in marks[1:]:
         work()
         mark.record()
     marks[-1].synchronize()
-    return float(min(a.elapsed_time(b) for a, b in itertools.pairwise(marks))) / 1e3
+    return float(of(a.elapsed_time(b) for a, b in itertools.pairwise(marks))) / 1e3
 
 
 class Like(NamedTuple):

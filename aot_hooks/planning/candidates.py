@@ -11,7 +11,8 @@
                                                   is simulated, with its copies
 
 Blocks computed again are checkpointing's way: of a block only its inputs are saved, with what can't be repeated and
-with its statistics. Then the inputs can be in float8, and on the host. Of whole blocks no statistics are saved, nor
+with its statistics. Then the inputs can be in float8, and on the host. So can inputs that another call of the graph has
+returned, if nothing else holds them. Of whole blocks no statistics are saved, nor
 what the last one returns, which is what checkpointing does.
 """
 
@@ -47,12 +48,13 @@ from ..torch_private.values import hint
 from .in_step import bytes_of
 from .kernels import split_and_hold
 from .options import Graphs, Joint, error_of, layers_of, step_of, storages_in_scope
-from .recomputation import of_blocks
+from .recomputation import exact_order, marks, of_blocks
 from .simulated import Call, Predicted, Whole, predicted, room_of
 from .step import COMPUTED, KEPT, RECOMPUTE, Moment, Option, Step
 
 # what is computed again
 NOTHING, POINTWISE, BLOCKS, WHOLE_BLOCKS = "", "recompute_pointwise", "blocks computed again", "whole blocks"
+_WITH_MORE = f"{POINTWISE}, values in place of copies: "  # and how many, see `Simulation._sending_less`
 WHOLE_GRAPH = "the whole graph computed again"  # of a block that is compiled by itself, whatever modules it has
 
 GAIN = 0.002
@@ -237,7 +239,7 @@ def _bounds(own: Step, way: Way) -> tuple[float, int]:
 
 
 class Typed(NamedTuple):
-    """A graph that is compiled in a way that a user can type."""
+    """A graph that is compiled in a way that a user can type. `across`: copies are decided for the whole step."""
 
     way: Way
     fw: GraphModule
@@ -246,6 +248,7 @@ class Typed(NamedTuple):
     live: tuple[LivePoint, ...]
     call: Call
     step: Predicted
+    across: bool
 
 
 @dataclass(frozen=True)
@@ -285,7 +288,46 @@ class Simulation:
             for way in able if only or again == BLOCKS else self._promising(graphs, able, now_ms):
                 now_ms = most_ms if best is None else best.step.call_ms
                 best = self._typed(graphs, way, rates if way.sends else None, now_ms) or best
-        return best
+        if only is not None and only[0].startswith(_WITH_MORE):
+            return self._as_before(only, rates, most_ms)
+        return best if best is None or only or not best.across else self._sending_less(best, rates)
+
+    def _as_before(self, only: tuple[str, str], rates: Rates | None, most_ms: float) -> Typed | None:
+        """The way of `_sending_less` that a recipe has; None if it is none here."""
+        way = next((way for way in self._ways() if (way.again, way.name) == (POINTWISE, only[1])), None)
+        graphs = None if rates is None or way is None else self._with_more(way, int(only[0].split()[-1]))
+        if graphs is None or way is None:
+            return None
+        return self._typed(graphs, replace(way, again=only[0]), rates, most_ms)
+
+    def _sending_less(self, best: Typed, rates: Rates | None) -> Typed:
+        """`best`, or the same with values computed again, one more for as long as copies then stall for less."""
+        way = replace(best.way, again=POINTWISE)
+        before = self._with_more(way, 0)
+        for count in itertools.count(1):
+            graphs = self._with_more(way, count)
+            call_ms = best.call.forward_ms + best.call.backward_ms
+            if before is None or graphs is None or graphs.ms() - before.ms() >= best.step.call_ms - call_ms:
+                return best
+            found = self._typed(graphs, replace(way, again=f"{_WITH_MORE}{count}"), rates, best.step.call_ms)
+            if found is None:
+                return best
+            before, best = graphs, found
+        raise AssertionError
+
+    def _with_more(self, way: Way, count: int) -> Graphs | None:
+        """Graphs that compute pointwise results again, and the first `count` of `exact_order`; None if it has fewer."""
+        pointwise = computed_again(POINTWISE, self.joint, self.stock)
+        if pointwise is None or not count:
+            return pointwise
+        step, groups = step_of(pointwise, self.joint.setting.scope, self.allow, self.max_error)
+        times = {n.name: ms for n, ms in pointwise.times[0].items()}
+        order = exact_order(step.values[: len(groups)], repr(way.form), _MIN_BYTES, times)
+        if len(order) < count:
+            return None
+        names, kept = marks(dict(order[:count]), pointwise.boundary, groups)
+        with aot.recomputing_pointwise(True), aot.recomputed(self.joint.gm, names, kept):
+            return self.joint.graphs()
 
     def _promising(self, graphs: Graphs, found: Sequence[Way], most_ms: float) -> list[Way]:
         """Those of `found` that bounds don't rule out, in their order. Putting a way into the graphs takes longer."""
@@ -316,47 +358,47 @@ class Simulation:
         else:
             limits["in_flight_bytes"] = min(_IN_FLIGHT, *(int(_IN_FLIGHT_SHARE * whole.peak) for whole in self.wholes))
         hook = way.rule(**limits)
-        found, plan, live = self._rewritten(graphs, way, hook, packs_early=packs_early)
+        found, plan, live, inputs_bytes = self._rewritten(graphs, way, hook, packs_early=packs_early)
         if way.again == BLOCKS and error_within(plan, way, self.stock) > ERROR * self.max_error:
             return None
         call = _call(found, plan, live)
-        inputs_bytes = sum(self._sent_inputs(graphs, way).values())
         # What one call returns is gone once the next one has run, and counts there meanwhile. That of the last stays.
         call = call._replace(nbytes=call.nbytes._replace(held=call.nbytes.held - 2 * inputs_bytes))
-        steps = [predicted(whole, call, rates) for whole in self.wholes]
-        if any(step.peak + inputs_bytes > whole.peak for step, whole in zip(steps, self.wholes, strict=True)):
+        wholes = [replace(whole, peak=whole.peak - inputs_bytes) for whole in self.wholes]
+        steps = [predicted(whole, call, rates) for whole in wholes]
+        if any(step.peak > whole.peak for step, whole in zip(steps, wholes, strict=True)):
             early = graphs.fused and not packs_early and call.nbytes.forward > call.nbytes.backward
             return self._typed(graphs, way, rates, most_ms, packs_early=True) if early else None
         if steps[-1].call_ms >= most_ms:
             return None
         if across:  # the room is known only now
-            hook = offload_in_room(hook, room_of(self.wholes, call))
-            found, plan, live = self._rewritten(graphs, way, hook, packs_early=packs_early)
-        return Typed(way, found.fw, found.bw, plan, live, call, steps[-1])
+            hook = offload_in_room(hook, room_of(wholes, call))
+            found, plan, live, _ = self._rewritten(graphs, way, hook, packs_early=packs_early)
+        return Typed(way, found.fw, found.bw, plan, live, call, steps[-1], across)
 
     def _rewritten(
         self, graphs: Graphs, way: Way, hook: Any, *, packs_early: bool
-    ) -> tuple[Graphs, Plan, tuple[LivePoint, ...]]:
+    ) -> tuple[Graphs, Plan, tuple[LivePoint, ...], int]:
         """A copy of `graphs` with a hook for all, as the backend makes it for users who type it.
 
-        Inputs that are sent count as alive in the forward that reads them.
+        Also the bytes of inputs that it saves in another form. They count as alive in the forward that reads them.
         """
-        inputs = self._sent_inputs(graphs, way)
+        inputs = self._returned_inputs(graphs, way)
         scope = "no_static" if inputs and self.joint.setting.scope != "all" else None
         rule = _AlsoInputs(hook, frozenset(inputs)) if inputs else hook
         found, plan = self.joint.hooked(graphs, rule, scope=scope, packs_early=packs_early)
         if way.again and graphs.fused:
             split_and_hold(found.fw, found.bw, num_fwd_outputs=graphs.num_fwd_outputs, roots=graphs.roots)
-        more = sum(inputs.values())
+        more = sum(inputs.get(d.saved.name, 0) for d in plan.decisions if d.hook is not KEEP)
         live = (replace(p, live_bytes=p.live_bytes + more * (p.phase == "forward")) for p in found.live())
-        return found, plan, tuple(live)
+        return found, plan, tuple(live), more
 
-    def _sent_inputs(self, graphs: Graphs, way: Way) -> dict[str, int]:
-        """The bytes of the inputs that the call before has returned, by name, if they are sent.
+    def _returned_inputs(self, graphs: Graphs, way: Way) -> dict[str, int]:
+        """The bytes of the inputs that the call before has returned, by name, if the way may send them.
 
         These are inputs with a gradient, beside parameters, and the graph returns as many bytes.
         """
-        if not way.sends or way.again != BLOCKS or not all(whole.frees_inputs for whole in self.wholes):
+        if not way.sends or way.again.startswith(_WITH_MORE) or not all(whole.frees_inputs for whole in self.wholes):
             return {}
         outputs = [n for n in results_of(graphs.fw.graph)[: graphs.num_fwd_outputs] if isinstance(n, Node)]
         returned = sum(storage_bytes(n.meta["val"]) for n in outputs if isinstance(n.meta["val"], torch.Tensor))

@@ -166,7 +166,7 @@ class Graph:
         saved: Counter[Graph] = Counter()
         for instant in traces[-1]:
             saved[instant.runs] += instant.runs.stock.held
-        link_share = saved[self] / max(1, saved.total())
+        link_share = self.group.time.link_share * saved[self] / max(1, saved.total())
 
         def ms(graph: Graph, phase: str) -> float:
             return graph.ms * (_FORWARD_SHARE if phase == "forward" else 1 - _FORWARD_SHARE)
@@ -305,7 +305,7 @@ class Group:
         why: why graphs were compiled again last, for the log.
         incomplete: how many steps in a row had calls without a backward.
         counted: whether `least` is planned for the number of calls in `traces`, not for an unknown number.
-        time: how long a step takes over its prediction.
+        time: how long a step takes over its prediction, and how fast its link is.
         restored: graphs of loaded plans that were not compiled yet, by their programs.
     """
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import BudgetWarning, warn_user
+from ..graphs.speeds import link_share
 from ..identity.memo import Memo
 from ..offloading.at_run_time import follower_of
 from ..passes.plan import Plan
@@ -95,6 +96,10 @@ class Clock:
         ended.synchronize()
         return float(began.elapsed_time(ended))
 
+    def link_share(self) -> float:
+        """See `speeds.link_share`. All ranks of a host should ask at the same time."""
+        return link_share(self.device)
+
 
 def clock_of(plans: Sequence[Plan]) -> Clock | None:
     """The clock of the device that all tensors are saved on; None if that is no CUDA device."""
@@ -124,10 +129,12 @@ class StepTime:
 
     Attributes:
         slowness: that ratio, see `Whole`; 1 if it was not measured.
-        is_known: it was measured, or will not be.
+        link_share: the share of its speed that the link has while the other ranks of the host copy; 1 likewise.
+        is_known: they were measured, or will not be.
     """
 
     slowness: float = 1.0
+    link_share: float = 1.0
     is_known: bool = False
     _clock: Clock | None = None  # None on a CPU, or before anything was compiled
     _compiled: int = 0  # how many versions of graphs were
@@ -160,7 +167,9 @@ class StepTime:
         self.is_known = True
         own = slowness(self._clock.ms_since(mark), predicted_ms)
         self.slowness = float(agreed(f"slowness of {of}", repr(own)))
-        log.info("a step takes %.2f times as long as predicted, in quarters", self.slowness)
+        self.link_share = self._clock.link_share()
+        text = "a step takes %.2f times as long as predicted, in quarters; copies have %.1f of the link's speed"
+        log.info(text, self.slowness, self.link_share)
         return False
 
 

@@ -20,10 +20,10 @@ from torch.fx import Graph, Node
 
 from ..graphs.backward_reads import BackwardReads
 from ..graphs.lifetimes import fuses, on_cuda
-from ..graphs.nodes import once_for_each_target, storage_bytes
+from ..graphs.nodes import once_for_each_target, storage_bytes, storage_of
 from ..graphs.repeats import draws
 from ..graphs.roofline import LAUNCH_MS, has_formula
-from ..graphs.saved import SavedValue
+from ..graphs.saved import Boundary, SavedValue
 from ..torch_private import aot
 from ..torch_private.values import is_operator
 from .step import RECOMPUTE, Option, Value
@@ -107,6 +107,52 @@ def _saved_for(value: Value, node: Node, gone: int) -> Value:
         saved=False,
         reached_bytes=0,
     )
+
+
+def exact_order(
+    values: Sequence[Value], name: str, min_bytes: int, times: Mapping[str, float]
+) -> list[tuple[int, Option]]:
+    """Values that may be computed again in place of being sent, with the option to do so: the cheapest first, by the
+    time for each byte that is not sent.
+
+    What they are computed from is not rounded, and stays saved. Values of less than `min_bytes` are left out.
+
+    Args:
+        name: of the option for the form in which values are sent; those without it are sent as they are.
+        times: the milliseconds of each node of the forward, by its name.
+    """
+    sent = [next((o.packed_bytes for o in value.options if o.name == name), value.nbytes) for value in values]
+    exact = {i for i, value in enumerate(values) if not any(o.error for o in value.options)}
+    left = {
+        i: option
+        for i, value in enumerate(values)
+        for option in reversed(value.options)
+        if option.name == RECOMPUTE and sent[i] >= max(1, min_bytes) and exact.issuperset(option.sources)
+    }
+    order: list[tuple[int, Option]] = []
+    again: set[str] = set()
+
+    def ms_per_byte(i: int) -> float:
+        return sum(times[name] for name in left[i].again if name not in again) / sent[i]
+
+    while left:
+        i = min(left, key=ms_per_byte)
+        order.append((i, option := left.pop(i)))
+        again.update(option.again)
+        left = {j: o for j, o in left.items() if i not in o.sources and j not in option.sources}
+    return order
+
+
+def marks(
+    chosen: Mapping[int, Option], cross: Boundary, groups: Sequence[Sequence[SavedValue]]
+) -> tuple[set[str], set[str]]:
+    """The names of the nodes to compute again by `chosen` options of values, and of those to save for that."""
+    gone = {storage_of(groups[i][0].fw_node) for i in chosen if i < len(groups)}
+    again = {name for option in chosen.values() for name in option.again}
+    if not again:
+        return set(), set()
+    kept = {v.fw_node.name for v in cross.tensors if storage_of(v.fw_node) not in gone}
+    return again, (kept | {name for option in chosen.values() for name in option.reads}) - again
 
 
 def of_blocks(

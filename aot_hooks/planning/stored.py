@@ -67,7 +67,7 @@ class _State:
 class _Step:
     """A step of many graphs, which its traces name by number. The other attributes are those of `many.Group`.
 
-    `slowness`: that its plans were made with.
+    `slowness`, `link_share`: those that its plans were made with.
     """
 
     traces: tuple[tuple[Instant, ...], ...]
@@ -75,6 +75,7 @@ class _Step:
     planned_peak: int
     counted: bool
     slowness: float
+    link_share: float
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def _step_of(group: many.Group, graphs: Sequence[many.Graph | None]) -> _Step:
     number = lambda graph: numbers.get(graph, by_program.get(graph.program, -1))  # noqa: E731
     traces = [tuple(_with_graphs(each, number) for each in trace) for trace in group.traces]
     known = tuple(trace for trace in traces if all(each.runs >= 0 for each in trace))
-    return _Step(known, group.over, group.planned_peak, group.counted, group.time.slowness)
+    return _Step(known, group.over, group.planned_peak, group.counted, group.time.slowness, group.time.link_share)
 
 
 def _with_graphs(instant: Instant, of: Callable[[Any], Any]) -> Instant:
@@ -261,7 +262,7 @@ def _restore(group: many.Group, loaded: Loaded) -> None:
     if (step := loaded.step) is not None:
         group.traces = [[_with_graphs(each, graphs.__getitem__) for each in trace] for trace in step.traces]
         group.over, group.planned_peak, group.counted = step.over, step.planned_peak, step.counted
-        group.time = StepTime(step.slowness, is_known=True)
+        group.time = StepTime(step.slowness, step.link_share, is_known=True)
 
 
 def _graph_of(group: many.Group, saved: SavedPlan) -> many.Graph:

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from ..errors import BudgetError
 from ..graphs.lifetimes import on_cuda
 from ..graphs.nodes import storage_of
-from ..graphs.saved import Boundary, SavedValue
+from ..graphs.saved import SavedValue
 from ..hook import KEEP, Hook
 from ..passes.plan import Plan
 from ..torch_private import aot
@@ -50,6 +50,7 @@ from .kernels import hold_kernels, join_kernels, split_kernels, unpack_early, wr
 from .options import Graphs, Joint, in_one_part, step_of
 from .reasons import Chosen, infeasible, policy_of, recomputations, warn_of_least, with_recomputed
 from .recipe import Recipe, Refused, chosen_again, picks_of
+from .recomputation import marks
 from .search import NEAR, Found, Limits, Tried, nothing, search
 from .solver import Solution
 from .step import ALONE, COMPUTED, RECOMPUTE, Moment, Step
@@ -175,7 +176,8 @@ class Trials:
 
     def _partitioned(self, chosen: Solution) -> tuple[Graphs, Step]:
         """The graphs that compute again the values that `chosen` recomputes, and their step."""
-        again, kept = _marks(chosen, self.stock.boundary, self.groups)
+        recomputed = {i: option for i, option in enumerate(chosen.options) if option.name == RECOMPUTE}
+        again, kept = marks(recomputed, self.stock.boundary, self.groups)
         with aot.recomputed(self.joint.gm, again, kept):
             graphs = self.joint.graphs().multiplied_early
         own = self._step_of(graphs, _reached(chosen, self.step, self.groups))
@@ -289,17 +291,6 @@ def _over(found: Tried, limits: Limits) -> str:
     if limits.peak is not None and found.peak > limits.peak:
         return f"it takes {mib(found.peak)} here, more than the {mib(limits.peak)} that there are"
     return f"it takes {found.plan.step_ratio:.3f} times the time here, more than {limits.slowdown:.3f}"
-
-
-def _marks(chosen: Solution, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> tuple[set[str], set[str]]:
-    """The names of the nodes to compute again, and of those to save for that."""
-    options = [option for option in chosen.options if option.name == RECOMPUTE]
-    gone = {storage_of(g[0].fw_node) for g, o in zip(groups, chosen.options, strict=False) if o.name == RECOMPUTE}
-    again = {name for option in options for name in option.again}
-    if not again:
-        return set(), set()
-    kept = {v.fw_node.name for v in cross.tensors if storage_of(v.fw_node) not in gone}
-    return again, (kept | {name for option in options for name in option.reads}) - again
 
 
 def _reached(chosen: Solution, step: Step, groups: Sequence[Sequence[SavedValue]]) -> dict[Any, int]:

@@ -97,12 +97,11 @@ class Call:
         was_read: its backward has run, at least once.
         parameters: weak references to the parameters that it reads, if its step notes them.
         accumulates: for each of these, whether it had a gradient by then.
-        outputs: likewise, to tensors with a gradient that it returned.
-        returned: the memory of these, but for that of inputs, and its bytes.
+        returned: the memory of tensors with a gradient that it returned, but for that of inputs, and its bytes.
         freed_bytes: those of `returned` that nothing held any more when its backward began, less what was held by then
             of other calls whose backward had begun. None before that.
         inputs: the memory of other tensors with a gradient that it reads.
-        is_chained: a call of the same graph returned all these.
+        is_chained: calls of the same graph returned all these. FSDP2 hands them on as other tensors.
     """
 
     step: int
@@ -112,7 +111,6 @@ class Call:
     parameters: Sequence[weakref.ref[torch.Tensor]] = ()
     accumulates: Sequence[bool] = ()
     inputs: Sequence[StorageWeakRef] = ()
-    outputs: Sequence[weakref.ref[torch.Tensor]] = ()
     returned: Sequence[tuple[StorageWeakRef, int]] = ()
     freed_bytes: int | None = None
     is_chained: bool = False
@@ -228,12 +226,9 @@ class Recorder:
                 call.parameters = [*map(weakref.ref, leaves)]
                 call.accumulates = [x.grad is not None for x in leaves]
                 call.inputs = [StorageWeakRef(x.untyped_storage()) for x in made]
-                outputs = [*outputs]
-                call.outputs = [*map(weakref.ref, outputs)]
                 call.returned = _memory_of(outputs, beside=inputs)
                 same = (other for other in step.calls if self.kind_of(other.what) == self.kind_of(what))
-                known = {id(x) for other in same for ref in other.outputs if (x := ref()) is not None}
-                call.is_chained = known.issuperset(map(id, made))
+                call.is_chained = {memory for other in same for memory, _ in other.returned}.issuperset(call.inputs)
             step.calls.append(call)
             step.events.append(Event(Phase.FORWARD, call.number))
             step.holding[call.number] = call

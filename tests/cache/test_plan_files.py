@@ -164,8 +164,13 @@ def test_calls_that_hold_the_least_are_loaded_too(x, searches, compiled_kinds, p
 
 
 @pytest.mark.slow
-def test_copies_of_a_whole_step_are_loaded_too(x, searches, compiled_kinds, path, monkeypatch):
-    rates = aot_hooks.Rates(to_host=3e10, to_device=3e10, memory=2e10, operations=1e11, operations32=1e11)
+@pytest.mark.parametrize(("link", "again"), [(3e10, candidates.POINTWISE), (1e9, candidates._WITH_MORE)])
+def test_copies_of_a_whole_step_are_loaded_too(x, searches, compiled_kinds, path, monkeypatch, link, again):
+    rates = aot_hooks.Rates(to_host=link, to_device=link, memory=2e10, operations=1e11, operations32=1e11)
+    fastest = candidates.Simulation.fastest
+    monkeypatch.setattr(candidates.Simulation, "fastest", lambda self, most_ms, only: fastest(self, math.inf, only))
+    way = candidates.Way(candidates.POINTWISE, sends=True)
+    monkeypatch.setattr(candidates, "ways", lambda *_: [way])
     monkeypatch.setattr(candidates, "_link", lambda graphs: rates)
     monkeypatch.setattr(candidates, "_MIN_BYTES", 0)
     clock = itertools.count(0.0, 0.25e-3)
@@ -177,6 +182,7 @@ def test_copies_of_a_whole_step_are_loaded_too(x, searches, compiled_kinds, path
         assert_equal(train(model, x), expected)
     (plan,) = aot_hooks.last_plans(model)
     assert plan.recipe.across_graphs and plan.recipe.typed[1] == "offload()" and plan.transfers
+    assert plan.recipe.typed[0].startswith(again)
     aot_hooks.save_plans(path)
 
     anew(searches, compiled_kinds)

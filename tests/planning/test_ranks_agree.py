@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from aot_hooks.graphs import speeds
 from aot_hooks.planning import many
 from aot_hooks.planning.assignment import Assignment
 from aot_hooks.planning.measured import StepTime
-from aot_hooks.torch_private.ranks import agreed
+from aot_hooks.torch_private.ranks import agreed, meet
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
@@ -48,6 +50,37 @@ def test_a_store_that_can_not_agree_is_no_error(two_ranks: None, monkeypatch: py
     monkeypatch.setattr(dist.HashStore, "compare_set", fails)
     monkeypatch.setattr(dist.PrefixStore, "compare_set", fails)
     assert [agreed("a", "1"), agreed("a", "2")] == ["1", "2"]
+
+
+def test_ranks_meet_or_go_on(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that comes alone, as a stage of a pipeline that plans alone, goes on after the time that it gives."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    began = time.monotonic()
+    assert not meet("nobody else", 0.1) and 0.1 <= time.monotonic() - began < 2.0
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda _: meet("both", 10.0), range(2))] == [True, True]
+    assert time.monotonic() - began < 8.0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert not meet("the only rank of a host", 10.0), "nobody shares its link"
+
+
+def test_the_link_is_as_slow_on_all_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of all ranks at once say it. Where one does not come, none of them counts on less."""
+    monkeypatch.setattr(speeds, "_measured", lambda _: speeds.Rates(55e9, 55e9, 1.0, 1.0, 1.0))
+    monkeypatch.setattr(speeds, "_copied_together", lambda index: [36e9, 55e9][index])
+    monkeypatch.setattr(speeds.ranks, "meet", lambda *_: True)
+
+    def shares() -> list[float]:
+        speeds._link_share.cache_clear()
+        return [speeds.link_share(torch.device("cuda", rank)) for rank in range(2)]
+
+    assert speeds.link_share(torch.device("cpu")) == 1.0
+    assert shares() == [0.7, 0.7]
+    monkeypatch.setattr(speeds.ranks, "agreed", lambda name, value: value)
+    assert shares() == [0.7, 1.0]
+    monkeypatch.setattr(speeds.ranks, "meet", lambda *_: False)
+    assert shares() == [1.0, 1.0]
+    speeds._link_share.cache_clear()
 
 
 def test_attention_takes_as_long_on_all_ranks(two_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,13 +128,16 @@ class Clock:
     def ms_since(self, began: Any) -> float:
         return self.ms
 
+    def link_share(self) -> float:
+        return 1.0
+
 
 def test_a_step_is_as_slow_on_all_ranks(two_ranks: None) -> None:
     """Else one rank sends much more than the others, and all wait for it in their next exchange."""
 
     def measured(ms: float, program: str) -> float:
-        time = StepTime(_clock=Clock(ms))  # type: ignore[arg-type]
-        assert not time.waits(time.begins(), 10.0, program) and time.is_known
-        return time.slowness
+        step = StepTime(_clock=Clock(ms))  # type: ignore[arg-type]
+        assert not step.waits(step.begins(), 10.0, program) and step.is_known
+        return step.slowness
 
     assert [measured(12.6, "one"), measured(12.4, "one"), measured(12.4, "another")] == [1.25, 1.25, 1.0]

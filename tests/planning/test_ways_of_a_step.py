@@ -11,6 +11,7 @@ import many_blocks
 import pytest
 import torch
 from many_blocks import Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
+from profiled import most_allocated
 from small_budgets import budget
 
 import aot_hooks
@@ -18,6 +19,8 @@ from aot_hooks.offloading import at_run_time
 from aot_hooks.planning import candidates, many
 from aot_hooks.planning import measured as measuring
 from aot_hooks.planning.measured import slowness
+from aot_hooks.planning.recomputation import exact_order
+from aot_hooks.planning.step import Option, Value
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
@@ -118,6 +121,91 @@ def test_inputs_of_blocks_wait_on_the_host_if_nothing_else_holds_them(link, kept
     assert 0.8 * plan.peak_bytes < measured(model, x, tmp_path) <= plan.peak_bytes <= peak
 
 
+@pytest.mark.parametrize("kept", ["nothing", "another tensor of its memory", "hidden states"])
+def test_inputs_of_blocks_are_rounded_if_nothing_else_holds_them(link, kept, tmp_path, monkeypatch) -> None:
+    """FSDP2 hands each block another tensor, of the memory that the block before has returned."""
+    way = candidates.Way(candidates.NOTHING, aot_hooks.float8(), sends=True)
+    monkeypatch.setattr(candidates, "ways", lambda *_: [way])
+    x = torch.randn(4 * many_blocks.ROWS, many_blocks.WIDTH, requires_grad=True)
+    model = model_of(*[Block] * 14)
+    expected, peak = gradients(model, x), 40 * x.nbytes
+    compile_blocks(model, budget(peak, allow=("offload", "float8"), max_error=0.06))
+
+    all_hidden: list[torch.Tensor] = []
+
+    def step() -> None:
+        hidden = x
+        for block in model:
+            hidden = block(hidden.view_as(hidden) if kept == "another tensor of its memory" else hidden)
+            if kept == "hidden states":
+                all_hidden.append(hidden)
+        hidden.sin().sum().backward()
+
+    if kept == "hidden states":
+        with pytest.raises(Exception, match="but the least that was found takes 21"):
+            for _ in range(3):
+                train(model, x, step)
+        return
+    for _ in range(8):
+        found = train(model, x, step)
+        apart = sum((f - e).square().sum() for f, e in zip(found, expected, strict=True))
+        assert torch.as_tensor(apart).sqrt() <= 0.06 * torch.cat([e.flatten() for e in expected]).norm()
+    (plan,) = aot_hooks.last_plans(model)
+    assert plan.recipe.across_graphs and plan.recipe.typed[1] == "offload(then=float8())"
+    rounded = {d.saved.name for d in plan.decisions if d.saved.is_input and d.hook is not aot_hooks.KEEP}
+    assert len(rounded) == 1
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    assert 0.85 * plan.peak_bytes < most_allocated(step, tmp_path) <= plan.peak_bytes <= peak
+
+
+def test_a_slow_link_sends_less_and_computes_values_again(x, link, tmp_path, monkeypatch) -> None:
+    """What is computed again from the block's input takes less time than its copies stall."""
+    slow = aot_hooks.Rates(to_host=1e9, to_device=1e9, memory=2e10, operations=1e11, operations32=1e11)
+    fastest = candidates.Simulation.fastest
+    monkeypatch.setattr(candidates, "_link", lambda graphs: slow)
+    monkeypatch.setattr(candidates.Simulation, "fastest", lambda self, most_ms, only: fastest(self, math.inf, only))
+    way = candidates.Way(candidates.POINTWISE, sends=True)
+    monkeypatch.setattr(candidates, "ways", lambda *_: [way])
+    model = model_of(*[Block] * 16)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.25)
+    compile_blocks(model, budget(peak, max_error=0, allow=("recompute", "offload")))
+    for _ in range(8):
+        assert_equal(train(model, x), expected)
+    (plan,) = aot_hooks.last_plans(model)
+    assert plan.recipe.typed[0].startswith(candidates._WITH_MORE) and plan.transfers
+    times = [ms for ms, _, _ in link]
+    assert plan.after_ms == min(times) < 0.97 * times[0]
+    assert measured(model, x, tmp_path) <= peak
+
+
+def test_values_computed_again_in_place_of_copies_are_the_cheapest_exact_ones() -> None:
+    def value(name: str, nbytes: int, *options: Option) -> Value:
+        return Value((name,), nbytes, 0, 0, options=options)
+
+    def again(*nodes: str, sources: tuple[int, ...] = ()) -> Option:
+        return Option("recompute", sources=sources, again=nodes)
+
+    times = {"norm": 1.0, "q": 1.0, "k": 0.4, "mlp": 0.3}
+    rounded = Option("float8()", packed_bytes=2, error=0.03)
+    values = [
+        value("k", 1, again("norm", "k")),
+        value("q", 4, again("norm", "q")),
+        value("rounded", 4, rounded),
+        value("of rounded", 9, again("mlp", sources=(2,))),
+        value("of q", 9, again("mlp", sources=(1,))),
+        value("small", 0, again("mlp")),
+        value("v", 4, rounded, again("norm", "q")),
+    ]
+
+    def names(count: int) -> list[str]:
+        return [values[i].names[0] for i, _ in exact_order(values[:count], "float8()", 1, times)]
+
+    # the norm is computed once; what is rounded, or is computed again itself, is no source
+    assert names(4) == ["q", "k"] and names(6) == ["of q", "k"]
+    assert names(7) == ["of q", "v", "k"], "what is sent in 8 bits saves half of its bytes"
+
+
 def test_of_forms_that_round_only_the_fastest_is_tried() -> None:
     allow = ("recompute", "lossless", "offload", "float8", "int8")
     found = candidates.Simulation((), (), allow, 0.05, joint=None, stock=None)._ways()  # type: ignore[arg-type]
@@ -136,14 +224,18 @@ class Clock:
     def ms_since(self, began: Any) -> float:
         return 1e3
 
+    def link_share(self) -> float:
+        return 0.7
+
 
 def test_a_plan_that_may_send_waits_for_a_step_that_is_timed(x, link, compiled_kinds, caplog, monkeypatch) -> None:
     """The first step compiles, so its time says nothing. The second one takes longer than its graphs: copies hide."""
     seen: list[float] = []
+    shares: list[float] = []
     whole_of = many.whole_of
     monkeypatch.setattr(measuring, "clock_of", lambda plans: Clock())
     monkeypatch.setattr(measuring, "slowness", lambda ms, predicted_ms: seen.append(predicted_ms) or 2.5)
-    monkeypatch.setattr(many, "whole_of", lambda *args: seen.append(0.0) or whole_of(*args))
+    monkeypatch.setattr(many, "whole_of", lambda *args: seen.append(0.0) or shares.append(args[-1]) or whole_of(*args))
     caplog.set_level(logging.INFO, "aot_hooks")
     model = model_of(*[Block] * 8)
     expected = gradients(model, x)
@@ -154,6 +246,7 @@ def test_a_plan_that_may_send_waits_for_a_step_that_is_timed(x, link, compiled_k
     (predicted_ms, *planned), text = seen, "".join(r.getMessage() for r in caplog.records)
     assert predicted_ms > 0 and planned and not any(planned)  # timed once, before the plan
     assert "takes 2.50 times as long as predicted" in text and "step 2 peaks at" in text
+    assert shares[-1] == 0.7 and "copies have 0.7 of the link's speed" in text
 
 
 def test_slowness_is_the_time_over_the_predicted_time_in_quarters() -> None:
