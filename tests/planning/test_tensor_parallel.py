@@ -11,6 +11,7 @@ import torch.distributed as dist
 from many_blocks import WIDTH, compile_blocks, loss_of, model_of, train
 from profiled import _events, most_allocated
 from small_budgets import budget
+from steps import ATEN
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -93,6 +94,22 @@ def test_a_budget_of_split_blocks_takes_what_was_predicted(mesh, share, max_erro
     assert plan.in_step is not None and plan.in_step.calls == 8
     scalars = 64  # bytes of the loss, which is eager
     assert abs(taken - plan.peak_bytes) <= scalars and plan.peak_bytes <= share * stock
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("scope", ["donated", "no_static", "all"])
+def test_parts_of_split_weights_are_parameters(mesh, scope):
+    """From torch 2.13 on, each is two inputs of the graph. With another scope a hook would round weights."""
+    block = split_over(mesh, 1)[0]
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    block.compile(backend="aot_hooks", options={**ATEN, "policy": aot_hooks.float8(), "scope": scope})
+    loss_of(block, x).backward()
+    (plan,) = aot_hooks.last_plans(block)
+    inputs = [d.saved for d in plan.decisions if d.saved.is_input]
+    assert sum(saved.is_static for saved in inputs) == 4, "a norm's weight, and three matrices"
+    assert [saved.shape for saved in inputs if not saved.is_static] == [x.shape]
+    packed = {d.saved.is_static for d in plan.decisions if d.hook.lossy}
+    assert packed == {False, *[True][: scope == "all"]}
 
 
 def test_of_a_split_gradient_the_part_of_this_rank_counts(mesh):
