@@ -109,8 +109,8 @@ def static_inputs(joint: GraphModule, of_program: Sequence[int]) -> tuple[int, .
     """The inputs of `joint` that are parameters or buffers, by index. `of_program`: those that torch names so.
 
     torch counts the inputs of the program, in which a DTensor is one. From 2.13 on it is two inputs of the graph: its
-    part of this process, and its mesh. Goes when torch's `remap_unwrapped_subclass_arg_indices` counts both, and its
-    result reaches partition functions (2.11 to 2.15).
+    part of this process, and its mesh. Goes when torch gives partition functions the indices of its `inner_meta`, as it
+    gives compilers (2.11 to 2.15).
     """
     roots: dict[Any, int] = {}  # descriptions of the program's inputs, in order
     found = []
