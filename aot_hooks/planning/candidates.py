@@ -324,7 +324,8 @@ class Simulation:
         # What one call returns is gone once the next one has run, and counts there meanwhile. That of the last stays.
         call = call._replace(nbytes=call.nbytes._replace(held=call.nbytes.held - 2 * inputs_bytes))
         steps = [predicted(whole, call, rates) for whole in self.wholes]
-        if any(step.peak + inputs_bytes > whole.peak for step, whole in zip(steps, self.wholes, strict=True)):
+        steps = [step._replace(peak=step.peak + inputs_bytes) for step in steps]
+        if any(step.peak > whole.peak for step, whole in zip(steps, self.wholes, strict=True)):
             early = graphs.fused and not packs_early and call.nbytes.forward > call.nbytes.backward
             return self._typed(graphs, way, rates, most_ms, packs_early=True) if early else None
         if steps[-1].call_ms >= most_ms:
