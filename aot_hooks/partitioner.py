@@ -150,7 +150,7 @@ class PlanningPartition:
                 scale_gradients(joint, saves_input=not free)
         if not nested:
             joint = in_parts(self.options, joint, notes)
-        static = tuple(kwargs.get("static_lifetime_input_indices") or ())
+        static = aot.static_inputs(joint, kwargs.get("static_lifetime_input_indices") or ())
         if nested and any(s.scope == "no_static" for s in self.hooks.settings):
             # torch doesn't say which inputs are parameters, and the graph around it decides
             static = tuple(range(len(joint.graph.find_nodes(op="placeholder"))))

@@ -229,6 +229,7 @@ def measured(
     synchronize(device)
     compiled_s, early_gib = time.perf_counter() - began, 0.0
     if device.type == "cuda":  # the second step: nothing is compiled, and no plan is made
+        # where a budget measures the loss, the counter has the most from there on
         torch.cuda.reset_peak_memory_stats()
         early_gib = -torch.cuda.memory_allocated() / GIB
         backward(varied())

@@ -62,6 +62,9 @@ _INTO_COPY = (
     "aten.scatter_add.default",
     "aten.scatter_reduce.two",
 )
+_EXCHANGES = "_c10d_functional."  # of ranks
+# Inductor calls `all_reduce_` if nothing else reads the argument, and waits for the argument itself
+_IN_PLACE = ("_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default")
 # operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
 _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
 
@@ -341,8 +344,9 @@ class Kernels:
 
         A kernel takes over the memory of one storage at most, with as many bytes and of the same dtype. It reads that
         storage last, and by no node but the one that writes there. The gradients of outputs are not the graph's own, so
-        nothing takes their memory. Padded rows take over memory of the same strides only. Inductor pads no outputs of
-        the program; here they count as padded too, which is safe. `first` and `last` are those of `lifetimes`.
+        nothing takes their memory, nor that of what ranks exchange. Ranks sum up in place, and wait in place. Padded
+        rows take over memory of the same strides only. Inductor pads no outputs of the program; here they count as
+        padded too, which is safe. `first` and `last` are those of `lifetimes`.
         """
         padded: dict[Any, Any] = {}
         if self.pads_rows:
@@ -356,12 +360,16 @@ class Kernels:
                 readers[self.at[node], s] += 1
         for node, key in made.items():
             position, nbytes, _ = first[key]
-            if position in used or not fuses(node) or node in self.joined:
+            in_place = target_name(node) in _IN_PLACE
+            if position in used or not (fuses(node) or in_place) or node in self.joined:
                 continue
             for s in self.reads[node]:
                 if s not in first or s == key or readers[position, s] > 1:
                     continue
-                if s in self.lent or aot.is_tangent(first[s][2]):
+                source = first[s][2]
+                if s in self.lent or aot.is_tangent(source):
+                    continue
+                if target_name(source).startswith(_EXCHANGES) and not in_place:
                     continue
                 same = first[s][1] == nbytes and first[s][2].meta["val"].dtype == node.meta["val"].dtype
                 if same and padded.get(s) == padded.get(key) and last[s] == position > first[s][0]:

@@ -59,7 +59,7 @@ class Assignment(Budget):
         wholes: the steps around the graph's calls, in which ways that a user can type are tried, see candidates.py.
         least: the graph shall hold the least that it can: other calls hold saved tensors, nobody knows yet how many.
         lenient: if nothing stays under the peak, the least is taken, with a warning: a step was planned before, or has
-            gathered parameters, whose bytes are an estimate.
+            gathered parameters, or a loss outside of graphs. Their bytes are an estimate.
         recipe: the plan to make again, in place of a search; None: search for one.
         around: of `check_gradients`: makes of each lossy hook of the plan the one that is put into the graphs.
     """

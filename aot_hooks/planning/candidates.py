@@ -374,7 +374,8 @@ class Simulation:
         if across:  # the room is known only now
             hook = offload_in_room(hook, room_of(wholes, call))
             found, plan, live, _ = self._rewritten(graphs, way, hook, packs_early=packs_early)
-        return Typed(way, found.fw, found.bw, plan, live, call, steps[-1], across)
+        step = steps[-1]._replace(peak=steps[-1].peak + inputs_bytes)
+        return Typed(way, found.fw, found.bw, plan, live, call, step, across)
 
     def _rewritten(
         self, graphs: Graphs, way: Way, hook: Any, *, packs_early: bool

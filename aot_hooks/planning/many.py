@@ -133,7 +133,8 @@ class Graph:
             if self.mode is Mode.PLANNED:
                 fewest = self._moments(of=lambda graph: graph.share if graph.is_fixed else graph.least or graph.stock)
                 moments, at_least = (tuple(m.times(part) for m in ms) for ms in (self._moments(), fewest))
-                estimated = any(instant.gathered_bytes for trace in self.group.traces for instant in trace)
+                instants = (instant for trace in self.group.traces for instant in trace)
+                estimated = any(instant.gathered_bytes or instant.loss_bytes for instant in instants)
                 return replace(
                     given,
                     free=self.group.budget.free,
@@ -165,7 +166,8 @@ class Graph:
             return ()
         saved: Counter[Graph] = Counter()
         for instant in traces[-1]:
-            saved[instant.runs] += instant.runs.stock.held
+            if instant.runs is not None:
+                saved[instant.runs] += instant.runs.stock.held
         link_share = self.group.time.link_share * saved[self] / max(1, saved.total())
 
         def ms(graph: Graph, phase: str) -> float:
@@ -301,6 +303,7 @@ class Group:
         gathered_bytes: what is gathered for the first call, see steps/parameters.py.
         before: measures what steps allocate before their first call, until the peak was compared with the budget.
         eager_bytes: what the last measured step allocated before its first call.
+        loss_bytes: what the last measured step took between its forwards and its backwards.
         ended: how many steps have ended.
         why: why graphs were compiled again last, for the log.
         incomplete: how many steps in a row had calls without a backward.
@@ -326,6 +329,7 @@ class Group:
     gathered_bytes: int = 0
     before: BeforeStep | None = None
     eager_bytes: int = 0
+    loss_bytes: int = 0
     ended: int = 0
     why: str = ""
     incomplete: int = 0
@@ -397,6 +401,8 @@ class Group:
                 step.notes_parameters |= any(x.is_leaf and x.grad is None for x in _with_gradient(args))
             noted = (args, pytree.tree_leaves(outputs)) if step.notes_parameters else ((), ())
             call = recorder.saves(version, *map(_with_gradient, noted))
+            if len(step.holding) > 1 and (loss := self._loss_of(step)) is not None:
+                loss.forward_ended()
             alone = version.mode is version.graph.mode is Mode.ALONE
             held = held_bytes(step)
             if alone and len(step.holding) > 1 and held > _SMALL * self.peak_bytes:
@@ -409,6 +415,10 @@ class Group:
             functools.partial(self.on_backward_begin, step, call),
         )
 
+    def _loss_of(self, step: Step) -> BeforeStep | None:
+        """What measures the loss of `step`; None if nothing is to restart the counters in it, or no plan follows it."""
+        return self.before if step.notes_parameters and self.check is None and not self.traces else None
+
     def on_backward_end(self, recorder: Recorder, call: Call) -> None:
         with _lock:
             recorder.release_dropped()
@@ -419,6 +429,9 @@ class Group:
         """Note what of the call's outputs is free, and what the program holds of others. If a second backward may come
         (`retains`), warn if that one, beside all saved tensors, would exceed the peak."""
         with _lock:
+            loss = self._loss_of(step)
+            if loss is not None and (found := loss.loss_bytes()) is not None:
+                step.loss_bytes = max(step.loss_bytes or 0, found)
             if not retains:
                 dropped = call.what.drops_others  # these bytes count nothing already
                 own = 0 if dropped else sum(nbytes for memory, nbytes in call.returned if memory.expired())
@@ -466,7 +479,10 @@ class Group:
                 graph.frees_inputs = frees_inputs(step, graph)
             gathered += max(step.eager_bytes - gathered_first, 0)
             freed = [call.freed_bytes or 0 for call in step.calls]
-            self.plan_or_accept(step, trace, lambda key: instants_of(trace, key, gradients, gathered, freed))
+            if step.loss_bytes is not None:
+                self.loss_bytes = step.loss_bytes
+            beside: Any = gradients, gathered, freed, self.loss_bytes
+            self.plan_or_accept(step, trace, lambda key: instants_of(trace, key, *beside))
 
     def plan_or_accept(self, step: Step, trace: Trace, instants: Callable[..., list[Instant]]) -> None:
         """Accept a `step` that fits, or that no plan can make smaller; else have its graphs compiled again.

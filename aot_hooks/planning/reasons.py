@@ -130,8 +130,8 @@ def _calls(plan: Plan, moments: Sequence[Moment]) -> str:
         return ""
     return (
         f" The step has {share.calls} calls of this graph at the same time, each of which then holds "
-        f"{mib(share.held_bytes)}. Other graphs, gathered parameters and gradients that the step makes hold up to "
-        f"{mib(share.other_bytes)}, maybe later."
+        f"{mib(share.held_bytes)}. Other graphs, a loss outside of graphs, gathered parameters and gradients "
+        f"that the step makes hold up to {mib(share.other_bytes)}, maybe later."
     )
 
 

@@ -29,7 +29,7 @@ class Point(NamedTuple):
 
     phase: str  # "forward" or "backward"
     call: int  # the number of the graph's call that runs; -1: another graph runs
-    nbytes: int  # what is alive beside the graph's calls: other graphs, gradients, gathered parameters
+    nbytes: int  # what is alive beside the graph's calls: other graphs, gradients, gathered parameters, a loss
     ms: float  # the time of the other graph's call
 
 
@@ -69,14 +69,17 @@ def whole_of(
     None if one of them has no forward.
 
     Args:
-        of, ms: return the bytes of another graph's call, and its time in a phase.
+        of, ms: return the bytes of another graph's call, and its time in a phase. The program's own code counts as
+            another graph that takes no time.
     """
     found: list[Point] = []
     waiting: list[int] = []
     numbers = itertools.count()
     for instant in instants:
         beside = instant.nbytes(lambda other: _NOTHING if other == graph else of(other))
-        if instant.runs != graph:
+        if not instant.phase:
+            found.append(Point("forward", -1, beside, 0.0))
+        elif instant.runs != graph:
             found.append(Point(instant.phase, -1, beside, ms(instant.runs, instant.phase)))
         elif instant.phase == "forward":
             waiting.append(next(numbers))

@@ -178,7 +178,9 @@ def _or_in_step(
     recipe = Recipe(typed=(typed.way.again, typed.way.name), across_graphs=True)
     plan = replace(typed.plan, decisions=rows, live_before=before, live_after=typed.live, recipe=recipe)
     plan = replace(plan, before_ms=before_ms, after_ms=typed.step.call_ms)
-    held = min(held_on_average(whole, bytes_of(typed.live), whole.peak) for whole in budget.wholes)
+    # what decides at run time what it sends fills the budget
+    most = [whole.peak if typed.call.items else min(whole.peak, typed.step.peak) for whole in budget.wholes]
+    held = min(map(held_on_average, budget.wholes, [bytes_of(typed.live)] * len(most), most))
     log.info("%r: %s for %d calls of a graph", budget, typed.way, budget.wholes[-1].calls)
     return Planned(typed.fw, typed.bw, in_step(plan, budget.moments, held))
 

@@ -214,7 +214,8 @@ def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
                 f"  the first {step.tight_calls} of them hold the least: {_number(step.tight_bytes, size)} {unit}"
             )
         lines.append(
-            f"  other graphs, gradients and gathered parameters beside them: {_number(step.other_bytes, size)} {unit}"
+            f"  other graphs, gradients, gathered parameters, a loss beside them: "
+            f"{_number(step.other_bytes, size)} {unit}"
         )
         if after.live_bytes == plan.peak_bytes:
             lines.append(_cut(f"  with hooks it stands {_place(after)}"))

@@ -15,7 +15,8 @@ class Moment:
     Attributes:
         phase: what of the graph runs, "forward" or "backward"; "": another graph runs.
         calls: how many other calls of the graph hold saved tensors at that time.
-        nbytes: what other graphs hold or work with, gradients of backwards that have run, and gathered parameters.
+        nbytes: what other graphs hold or work with, gradients of backwards that have run, gathered parameters, and a
+            loss outside of graphs.
     """
 
     phase: str

@@ -23,13 +23,14 @@ class Instant:
     """An event of a step, with what is alive meanwhile.
 
     Attributes:
-        phase: "forward" or "backward".
-        runs: the graph.
+        phase: "forward" or "backward"; "" between the two, where the program's own code runs, such as its loss.
+        runs: the graph; None: none of them.
         holding: how many other calls hold their saved tensors meanwhile, by graph.
         gradient_bytes: gradients of parameters that earlier backwards left.
         gathered_bytes: parameters that are gathered for a while, as with FSDP2.
         freed_bytes: what the call returned, if nothing holds it any more: the bytes of its backward contain it. Less
             what the program still holds of calls that have run backward: no other bytes contain it.
+        loss_bytes: what the program's own code takes between the forwards and the backwards.
     """
 
     phase: str
@@ -38,12 +39,13 @@ class Instant:
     gradient_bytes: int = 0
     gathered_bytes: int = 0
     freed_bytes: int = 0
+    loss_bytes: int = 0
 
     def nbytes(self, of: Callable[[Any], Bytes]) -> int:
         """The most that is alive, with the bytes that `of` returns for a call of a graph."""
         held = sum(count * of(graph).held for graph, count in self.holding.items())
         others = held + self.gradient_bytes + self.gathered_bytes - self.freed_bytes
-        return int(getattr(of(self.runs), self.phase)) + others
+        return (int(getattr(of(self.runs), self.phase)) if self.phase else self.loss_bytes) + others
 
 
 def instants_of(
@@ -52,6 +54,7 @@ def instants_of(
     gradient_bytes: Sequence[int] = (),
     gathered_bytes: int = 0,
     freed_bytes: Sequence[int] = (),
+    loss_bytes: int = 0,
 ) -> list[Instant]:
     """The instants of a trace, with a `key` for what runs in a call.
 
@@ -59,6 +62,7 @@ def instants_of(
         gradient_bytes: those that earlier backwards left, at each event; (): none.
         gathered_bytes: of the parameters that are gathered.
         freed_bytes: of each call, those of its `Instant` in the backward; (): 0.
+        loss_bytes: of an instant between each forward and a backward that comes next; 0: there is none.
     """
     keys = [key(what) for what in trace.calls]
     instants: list[Instant] = []
@@ -74,8 +78,10 @@ def instants_of(
     for i, event in enumerate(trace.events):
         while dropped and dropped[-1][1] <= i:
             release(dropped.pop()[0])
-        release(event.call)
         gradients = gradient_bytes[i] if gradient_bytes else 0
+        if loss_bytes and i and (trace.events[i - 1].phase, event.phase) == (Phase.FORWARD, Phase.BACKWARD):
+            instants.append(Instant("", None, +holding, gradients, gathered_bytes, loss_bytes=loss_bytes))
+        release(event.call)
         freed = freed_bytes[event.call] if freed_bytes and event.phase is Phase.BACKWARD else 0
         instants.append(Instant(event.phase.value, keys[event.call], +holding, gradients, gathered_bytes, freed))
         if event.phase is Phase.FORWARD:

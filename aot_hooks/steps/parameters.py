@@ -19,6 +19,7 @@ _GATHERED = 2
 
 def gradient_bytes(step: Step, *, made_before: bool) -> list[int]:
     """The bytes of gradients that earlier backwards left, at each event. They are those that parameters have now.
+    Of a DTensor the part of this process counts.
 
     `made_before`: also of parameters that had a gradient before the step, to which a backward adds.
     """
@@ -30,7 +31,7 @@ def gradient_bytes(step: Step, *, made_before: bool) -> list[int]:
             call = step.calls[event.call]
             for ref, accumulates in zip(call.parameters, call.accumulates, strict=True):
                 if (p := ref()) is not None and p.grad is not None and (made_before or not accumulates):
-                    known[id(p)] = p.grad.numel() * p.grad.element_size()
+                    known[id(p)] = local_bytes(p.grad)
     return found
 
 
@@ -76,5 +77,9 @@ def _is_freed(x: torch.Tensor) -> bool:
 
 
 def _parameter_bytes(x: torch.Tensor) -> int:
-    parts = plain_parts(x) if isinstance(x, torch.nn.Parameter) else ()
-    return sum(part.numel() * part.element_size() for part in parts)
+    return local_bytes(x) if isinstance(x, torch.nn.Parameter) else 0
+
+
+def local_bytes(x: torch.Tensor) -> int:
+    """The bytes of the elements of `x`, in this process."""
+    return sum(part.numel() * part.element_size() for part in plain_parts(x))

@@ -131,6 +131,8 @@ class Step:
         allocated: bytes on the device at its begin, if its owner measures that.
         eager_bytes: those of them that its own code has allocated before the first call, if its owner measures that.
         began: when it began, if its owner measures that.
+        loss_bytes: what the program's own code took between a forward and the backward after it, at most, if its owner
+            measures that; None: not measured.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -145,6 +147,7 @@ class Step:
     allocated: int | None = None
     eager_bytes: int = 0
     began: Any = None
+    loss_bytes: int | None = None
     number: int = field(default_factory=itertools.count().__next__)
 
     def trace(self, *, with_dropped: bool = True) -> Trace:

@@ -105,6 +105,24 @@ def is_tangent(node: Node) -> bool:
     return bool(need("torch._functorch.partitioners._is_tangent")(node))
 
 
+def static_inputs(joint: GraphModule, of_program: Sequence[int]) -> tuple[int, ...]:
+    """The inputs of `joint` that are parameters or buffers, by index. `of_program`: those that torch names so.
+
+    torch counts the inputs of the program, in which a DTensor is one. From 2.13 on it is two inputs of the graph: its
+    part of this process, and its mesh. Goes when torch gives partition functions the indices of its `inner_meta`, as it
+    gives compilers (2.11 to 2.15).
+    """
+    roots: dict[Any, int] = {}  # descriptions of the program's inputs, in order
+    found = []
+    for i, node in enumerate(joint.graph.find_nodes(op="placeholder")):
+        description = node.meta.get("desc", i)
+        while hasattr(description, "base"):  # a part of a tensor
+            description = description.base
+        if roots.setdefault(description, len(roots)) in of_program:
+            found.append(i)
+    return tuple(found)
+
+
 def compile_graph(
     gm: GraphModule,
     inputs: Sequence[Any],

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from aot_hooks.graphs.lifetimes import SPLIT, GraphMemory, Kernels, written_storages
+from aot_hooks.graphs.lifetimes import SPLIT, GraphMemory, Kernels, alive_along, last_readers, written_storages
 from aot_hooks.graphs.nodes import input_storages, output_storages, storage_of
 from aot_hooks.graphs.roofline import host_ms, node_ms
 from aot_hooks.graphs.speeds import Rates
@@ -71,3 +71,24 @@ def test_a_kernel_that_is_split_is_seen_once_the_order_is_read_again() -> None:
     late.meta[SPLIT] = late.name
     memory.changed_order()
     assert memory.kernels.at[late] == memory.nodes.index(late) > memory.kernels.at[early]
+
+
+@pytest.mark.parametrize("read_again", [False, True])
+def test_ranks_sum_up_in_place_and_nothing_is_written_over_that(read_again: bool) -> None:
+    """As Inductor does, unless something else reads the product. See tests/planning/test_code_peak.py."""
+    exchange = torch.ops._c10d_functional
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        part = x @ w
+        whole = exchange.wait_tensor.default(exchange.all_reduce.default(part, "sum", "0"))
+        return [whole.relu(), (part @ w).sum()] if read_again else [whole.relu()]
+
+    with FakeTensorMode():
+        gm = make_fx(function, tracing_mode="fake")(torch.empty(16, 16), torch.empty(16, 16))
+    memory = GraphMemory(gm)
+    last = last_readers(memory.nodes, memory.counted, memory.kernels)
+    counted = memory.counted - memory.inputs
+    alive = alive_along(memory.nodes, counted, to_end=memory.outputs, last_reader=last, kernels=memory.kernels)
+    found = {node.name: nbytes // 1024 for node, nbytes in zip(memory.nodes, alive, strict=True)}
+    first = {name: found[name] for name in ("mm", "all_reduce", "wait_tensor", "relu")}
+    assert list(first.values()) == ([1, 2, 2, 3] if read_again else [1, 1, 1, 2])

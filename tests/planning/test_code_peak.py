@@ -32,7 +32,7 @@ def printed(script, *arguments):
 
 # The share of the launched kernels that a plan counts at least. "odd": one copy a layer, of a part of a projection, is
 # not counted.
-COUNTED_LEAST = {"blocks": 1.0, "tied": 1.0, "odd": 0.8, "masks": 1.0, "loss": 0.9, "rotary": 0.9}
+COUNTED_LEAST = {"blocks": 1.0, "tied": 1.0, "odd": 0.8, "masks": 1.0, "loss": 0.9, "rotary": 0.9, "split": 0.95}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,7 @@ COUNTED_LEAST = {"blocks": 1.0, "tied": 1.0, "odd": 0.8, "masks": 1.0, "loss": 0
         {"blocks": (0.75, 0.6), "tied": (0.8,)},
         {"odd": (0.8,), "masks": (0.5,)},
         {"loss": (0.85,), "rotary": (1.0, 0.6)},
+        {"split": (1.0, 0.7, 0.5)},
     ],
     ids=" ".join,
 )

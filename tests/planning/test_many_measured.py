@@ -35,6 +35,12 @@ from aot_hooks.steps.recorder import Recorder, Step
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
 
+@pytest.fixture(autouse=True)
+def no_loss(monkeypatch):
+    """The counters of these tests say what whole steps take. test_many_loss.py has what a loss takes."""
+    monkeypatch.setattr(BeforeStep, "forward_ended", lambda self: None)
+
+
 class Scripted:
     """Counters that say what each step took, once it is measured alone; before that, too much."""
 

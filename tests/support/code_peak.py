@@ -5,6 +5,7 @@
     python tests/support/code_peak.py tied 1 0.8            tied weights
     python tests/support/code_peak.py loss 1 0.85           a loss over many words, with the logits as an output
     python tests/support/code_peak.py rotary 1 0.8          rotary embeddings; `masks`: dropout and ReLU
+    python tests/support/code_peak.py split 1 0.7           blocks that tensor parallelism splits over four ranks
     python tests/support/code_peak.py tied 1 loss 0.85      one model after the other
 
 A model is traced on the CPU. Its joint graph gets fake CUDA tensors before it is planned, so hooks, plan and Inductor's
@@ -26,12 +27,16 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._inductor import async_compile, compile_fx
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx import GraphModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton_code import pretend
 
 import aot_hooks
@@ -146,7 +151,15 @@ class Rotary(nn.Module):
         return (x + self.out(y.transpose(1, 2).flatten(2))).flatten(0, 1)
 
 
-LAYERS = {"blocks": Block, "odd": Attention, "masks": Masked, "rotary": Rotary}
+def split_over_ranks(model: nn.Module) -> None:
+    """Split each block of `model` over four ranks, of which this process is one. What they exchange is never run."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    ways = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.children():
+        parallelize_module(block, init_device_mesh("cpu", (4,)), ways)
+
+
+LAYERS = {"blocks": Block, "split": Block, "odd": Attention, "masks": Masked, "rotary": Rotary}
 
 
 def on_cuda(gm: GraphModule) -> None:
@@ -253,7 +266,8 @@ def peak_of(code: str) -> int:
             sys.settrace(trace)
             args = list(names["get_args"]())
             sys.settrace(None)
-        free = dict(storages(v for name, v in inputs.items() if name.startswith("primals")))
+        # a part of a split weight may be saved as it is read, transposed
+        free = dict(storages(v for name, v in inputs.items() if name.startswith(("primals", "permute"))))
         kept = dict(storages(v for name, v in inputs.items() if name.startswith("tangents") and keeps_tangents()))
         inputs = {name: v for name, v in inputs.items() if name.startswith("primals")}  # their storages stay
         with mock.patch("torch.cuda._DeviceGuard"), mock.patch("torch.cuda.set_device"):
@@ -269,7 +283,7 @@ def launches_of(code: str) -> int:
     ours = re.findall(r"torch\.ops\.aot_hooks\.(\w+)\.default\(", call)
     copies = sum(name.endswith("load_start") for name in ours)
     others = sum(not name.endswith(("load_start", "_wait")) for name in ours)
-    kernels = len(re.findall(r"\.run\(|extern_kernels\.|torch\.ops\.aten\.|\.sum\(dim=0\)", call))
+    kernels = len(re.findall(r"\.run\(|extern_kernels\.|torch\.ops\.(?:aten|_c10d_functional)\.|\.sum\(dim=0\)", call))
     return kernels + round((copies * COPY_MS + others * CALL_MS) / LAUNCH_MS)
 
 
@@ -294,6 +308,8 @@ def rows_of(name: str, shares: list[float]) -> list[tuple[Any, ...]]:
     model = (
         whole(512, 4096) if tied else nn.Sequential(*(LAYERS[name](512) for _ in range(8 if name == "masks" else 3)))
     )
+    if name == "split":
+        split_over_ranks(model)
     model, x = model.to(torch.bfloat16), torch.randn(tokens, 512, dtype=torch.bfloat16, requires_grad=True)
     stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP).peak_bytes
     found = []
