@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import functools
 import itertools
 import json
@@ -28,6 +29,7 @@ import logging
 import math
 import os
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -85,6 +87,7 @@ LENGTHS = (11, 8, 14, 16, 9, 13, 10, 15, 12)  # of `--varied`, step by step, in 
 MICROBATCHES = 8
 WARM_UP = 41  # steps: plans of hooks are made after the third, judged after five more, and replaced up to six times.
 # Rows without hooks take as many, because a GPU lowers its clock as it gets warm.
+AGREE_S = 60  # seconds within which all ranks end a row; what they run after the last step takes a few
 MOST_WARM_UP = 16  # steps of a pipeline, each of 8 microbatches
 
 
@@ -203,6 +206,9 @@ def measured(
     apart.GAIN = math.inf if "alike" in row else GAIN
     is_pipeline = said.parallel == "pipeline"
     stack, x = work_of(said, mesh, device)
+    if is_pipeline:  # nothing frees gradients, so a plan should count them in no step
+        for p in stack.parameters():
+            p.grad = torch.zeros_like(p)
     run = prepared(row, said, stack, mesh, budget_gib)
     optimizer = torch.optim.AdamW(stack.parameters(), lr=1e-5, fused=device.type == "cuda") if said.vocabulary else None
     lengths = itertools.cycle(said.tokens * n // 16 for n in LENGTHS) if said.varied else itertools.repeat(said.tokens)
@@ -264,6 +270,28 @@ def measured(
     }
 
 
+def result_of(
+    row: str, said: argparse.Namespace, mesh: DeviceMesh, device: torch.device, peaks: dict[str, float], group: Any
+) -> dict[str, Any]:
+    """A row as this rank has measured it, or the errors of the ranks that failed.
+
+    Ranks wait for one that has failed for ever, in a stage's exchange. So that one ends the program after `AGREE_S`.
+    """
+    rank = dist.get_rank()
+    try:
+        found = measured(row, said, mesh, device, peaks)
+    except (RuntimeError, ValueError) as error:  # out of memory, or a way that can't be: the other rows go on
+        if said.verbose:
+            traceback.print_exc()
+        found = {"row": row, "error": first_line(error.__cause__ or error)}  # a schedule of stages wraps it
+        print(f"rank {rank}: {json.dumps(found)}", file=sys.stderr, flush=True)
+        traceback.clear_frames(error.__traceback__)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found, group=group)
+    errors = {f"rank {i}": each["error"] for i, each in enumerate(everyone) if "error" in each}
+    return {"row": row, "error": next(iter(errors.values())), "ranks": errors} if errors else found
+
+
 def main() -> None:
     parser = parser_of(__doc__, layers=16, width=4096, tokens=8192, steps=10)
     parser.add_argument("--parallel", choices=("fsdp", "ddp", "tp", "fsdp_tp", "pipeline"), default="fsdp")
@@ -285,6 +313,8 @@ def main() -> None:
     if said.vocabulary and said.parallel != "fsdp":
         parser.error("--vocabulary is for --parallel fsdp")
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    # a graph that failed leaves NCCL in no state to say so
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=AGREE_S))
     ranks = dist.get_world_size()
     shape = {"fsdp": ranks // 2, "tp": 2} if said.parallel == "fsdp_tp" else {said.parallel: ranks}
     mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
@@ -295,14 +325,8 @@ def main() -> None:
     result = {"conditions": conditions(device, ranks=dist.get_world_size(), **work), "rows": []}
     peaks: dict[str, float] = {}
     for row in said.rows.split(","):
-        try:
-            found = measured(row, said, mesh, device, peaks)
-            peaks[row] = found["peak_gib"]
-        except (RuntimeError, ValueError) as error:  # out of memory, or a way that can't be: the other rows go on
-            if said.verbose and rank == 0:
-                traceback.print_exc()
-            found = {"row": row, "error": first_line(error.__cause__ or error)}  # a schedule of stages wraps it
-            traceback.clear_frames(error.__traceback__)
+        found = result_of(row, said, mesh, device, peaks, group)
+        peaks |= {row: found["peak_gib"]} if "error" not in found else {}
         if rank == 0:
             result["rows"].append(found)
             print(json.dumps(found), flush=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ from .kernels import split_and_hold
 from .options import Graphs, Joint, error_of, layers_of, step_of, storages_in_scope
 from .recomputation import exact_order, marks, of_blocks
 from .simulated import Call, Predicted, Whole, predicted, room_of
-from .step import COMPUTED, KEPT, RECOMPUTE, Moment, Option, Step
+from .step import COMPUTED, KEPT, RECOMPUTE, Bytes, Moment, Option, Step
 
 # what is computed again
 NOTHING, POINTWISE, BLOCKS, WHOLE_BLOCKS = "", "recompute_pointwise", "blocks computed again", "whole blocks"
@@ -141,12 +141,18 @@ def error_within(plan: Plan, way: Way, stock: Graphs) -> float:
 
 
 def computed_again(
-    again: str, joint: Joint, stock: Graphs, most_ms: float = math.inf, *, one_block: bool = False
+    again: str,
+    joint: Joint,
+    stock: Graphs,
+    fits: Callable[[Bytes], bool],
+    most_ms: float = math.inf,
+    *,
+    one_block: bool = False,
 ) -> Graphs | None:
     """Graphs whose backward computes again what `again` says. The graphs `stock` compute nothing again.
 
     None if there is nothing like that, or if products alone take `most_ms`: a split takes as long as a compilation's.
-    `one_block`: the graph is a block.
+    `fits`: whether a call may take so many bytes. `one_block`: the graph is a block.
     """
     if again not in (BLOCKS, WHOLE_BLOCKS, WHOLE_GRAPH):
         with aot.recomputing_pointwise(again == POINTWISE):
@@ -163,8 +169,7 @@ def computed_again(
     if sum(forward.values()) + sum(backward.values()) + twice >= most_ms:
         return None
     kept = {v.fw_node.name for v in stock.boundary.tensors if storage_of(v.fw_node) not in gone}
-    with aot.recomputed(joint.gm, names, (kept | reads) - names):
-        return joint.graphs()
+    return joint.computing_again(names, (kept | reads) - names, stock, fits)
 
 
 def _blocks(stock: Graphs, *, one_block: bool, statistics: bool) -> dict[Node, str]:
@@ -282,7 +287,9 @@ class Simulation:
         for again, found in itertools.groupby(self._ways(), lambda way: way.again):
             able = [way for way in found if (rates or not way.sends) and only in (None, (again, way.name))]
             now_ms = most_ms if best is None else best.step.call_ms
-            graphs = computed_again(again, self.joint, self.stock, now_ms, one_block=True) if able else None
+            if not able:
+                continue
+            graphs = computed_again(again, self.joint, self.stock, self._fits, now_ms, one_block=True)
             if graphs is None or graphs.ms() >= now_ms:
                 continue
             for way in able if only or again == BLOCKS else self._promising(graphs, able, now_ms):
@@ -325,9 +332,12 @@ class Simulation:
         order = exact_order(step.values[: len(groups)], repr(way.form), _MIN_BYTES, times)
         if len(order) < count:
             return None
-        names, kept = marks(dict(order[:count]), pointwise.boundary, groups)
+        names, kept = marks(dict(order[:count]), pointwise.fw.graph, pointwise.boundary, groups)
         with aot.recomputing_pointwise(True), aot.recomputed(self.joint.gm, names, kept):
             return self.joint.graphs()
+
+    def _fits(self, nbytes: Bytes) -> bool:
+        return nbytes.peak(self.moments) <= min(whole.peak for whole in self.wholes)
 
     def _promising(self, graphs: Graphs, found: Sequence[Way], most_ms: float) -> list[Way]:
         """Those of `found` that bounds don't rule out, in their order. Putting a way into the graphs takes longer."""

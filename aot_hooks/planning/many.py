@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 import threading
 import types
@@ -39,7 +40,7 @@ from ..passes.plan import Plan
 from ..steps.memory import ALONE, Bytes, Moment
 from ..steps.moments import Instant, between, instants_of, latest, moments_of, shares, tight_peak
 from ..steps.parameters import frees_inputs, gathered_bytes, gradient_bytes
-from ..steps.recorder import Call, Recorder, Step, Trace
+from ..steps.recorder import Call, Phase, Recorder, Step, Trace
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value, pytree
 from .apart import averaged, tried_counts
@@ -162,7 +163,7 @@ class Graph:
     def _wholes(self) -> tuple[Whole, ...]:
         """The steps around the graph's calls; () if ways that a user can type are not to be tried."""
         traces = [trace for trace in self.group.traces if any(instant.runs is self for instant in trace)]
-        if not self.is_nested or self.sizes or not traces or aot.cuts_for_ddp():
+        if self.sizes or not traces or aot.cuts_for_ddp():
             return ()
         saved: Counter[Graph] = Counter()
         for instant in traces[-1]:
@@ -474,7 +475,8 @@ class Group:
             return
         self.notes_parameters = self.needs_plan = not step.notes_parameters
         if step.notes_parameters:  # else the next one like it tells
-            self.accumulates |= any(any(call.accumulates) for call in step.calls)
+            before = itertools.takewhile(lambda event: event.phase is Phase.FORWARD, step.events)
+            self.accumulates |= any(any(step.calls[event.call].accumulates) for event in before)
             for graph in {version.graph for version in trace.calls}:
                 graph.frees_inputs = frees_inputs(step, graph)
             gathered += max(step.eager_bytes - gathered_first, 0)
@@ -555,19 +557,18 @@ class Group:
         stock = {graph: graph.stock for graph in graphs}
         least = {graph: graph.least or graph.stock for graph in graphs}
         share = shares(instants, least, stock, self.peak_bytes)
+        if share < 1 and (unknown := [graph for graph in graphs if graph.least is None]):
+            for graph in unknown:
+                graph.compile_again(Mode.LEAST)
+            return
         if share < 0 and not self.accumulates and not self.awaits_gradients:
-            without = [replace(instant, gradient_bytes=0) for instant in instants]
-            self.awaits_gradients = shares(without, least, stock, self.peak_bytes) >= 0
+            self.awaits_gradients = any(instant.gradient_bytes for instant in instants)
             if self.awaits_gradients:  # the first step makes them; whether each does, the next one shows
                 return
-        if share < 0 and not self.counted and all(graph.least for graph in graphs):
+        if share < 0 and not self.counted:
             # What holds the least may take much while it runs: which is right depends on the number of calls.
             self.counted, self.traces = True, latest([*self.traces, instants], 1)
             for graph in graphs:
-                graph.compile_again(Mode.LEAST)
-            return
-        if share < 1 and (unknown := [graph for graph in graphs if graph.least is None]):
-            for graph in unknown:
                 graph.compile_again(Mode.LEAST)
             return
         self.traces, self.planned_peak = latest([*self.traces, instants], _MOST_TRACES), self.peak_bytes

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..graphs.backward_reads import BackwardReads
 from ..graphs.lifetimes import fuses, on_cuda
-from ..graphs.nodes import once_for_each_target, storage_bytes, storage_of
+from ..graphs.nodes import once_for_each_target, storage_bytes, storage_of, view_source
 from ..graphs.repeats import draws
 from ..graphs.roofline import LAUNCH_MS, has_formula
 from ..graphs.saved import Boundary, SavedValue
+from ..passes.edits import run_on_fakes
 from ..torch_private import aot
 from ..torch_private.values import is_operator
 from .step import RECOMPUTE, Option, Value
@@ -144,13 +145,15 @@ def exact_order(
 
 
 def marks(
-    chosen: Mapping[int, Option], cross: Boundary, groups: Sequence[Sequence[SavedValue]]
+    chosen: Mapping[int, Option], forward: Graph, cross: Boundary, groups: Sequence[Sequence[SavedValue]]
 ) -> tuple[set[str], set[str]]:
-    """The names of the nodes to compute again by `chosen` options of values, and of those to save for that."""
+    """The names of the nodes of `forward` to compute again by `chosen` options of values, and of those to save."""
     gone = {storage_of(groups[i][0].fw_node) for i in chosen if i < len(groups)}
     again = {name for option in chosen.values() for name in option.again}
     if not again:
         return set(), set()
+    # views as well: torch's partition would save one of them in place of the value
+    again |= {n.name for n in forward.nodes if n.op == "call_function" and storage_of(n) in gone}
     kept = {v.fw_node.name for v in cross.tensors if storage_of(v.fw_node) not in gone}
     return again, (kept | {name for option in chosen.values() for name in option.reads}) - again
 
@@ -189,6 +192,40 @@ def of_blocks(
             reads |= {n.name for n in chain.reads}
             gone.add(key)
     return (again, gone, reads) if gone else None
+
+
+def computed_late(bw: GraphModule, fw: GraphModule, stock: GraphModule) -> GraphModule:
+    """A copy of `bw` in which what the backward `stock` computes from saved values stands where it does there.
+
+      stock     (x is saved)                                f = float(x)    gx = mul(g, f)
+      bw        x = add(a, b)   f = float(x)   rsqrt(f) ...                 gx = mul(g, f)
+      copy      x = add(a, b)   f = float(x)   rsqrt(f) ...   f' = float(x)   gx = mul(g, f')
+
+    So f is not alive in between, and the copy holds no more than checkpointing, which runs the forward again and then
+    `stock`. `fw` is the forward of `stock`.
+    """
+    forward = {n.name for n in fw.graph.nodes if n.op == "call_function"}
+    late = {n.name for n in stock.graph.nodes if n.op == "call_function"}
+    early: set[Node] = set()  # what stock saves, and what is read for it
+    for node in reversed(bw.graph.nodes):
+        if node.name in forward and (node.name not in late or any(user in early for user in node.users)):
+            early.add(node)
+    names = {node.name for node in early}
+    gm = aot.copied(bw)
+    copies: set[Node] = set()
+    for node in [n for n in reversed(gm.graph.nodes) if n.name in names & late and _repeatable(n)]:
+        users = [user for user in node.users if user.name not in names]
+        if users:
+            with gm.graph.inserting_before(min(users)):  # in the order of the graph
+                copies.add(copy := gm.graph.node_copy(node, lambda n: n))
+            for user in users:
+                user.replace_input_with(node, copy)
+    for node in gm.graph.nodes:  # copies have memory of their own, and so have views of them
+        viewing = view_source(node) is not None or node.target is operator.getitem
+        if node in copies or (viewing and not copies.isdisjoint(node.all_input_nodes)):
+            run_on_fakes(node)
+            copies.add(node)
+    return gm
 
 
 @dataclass(frozen=True)

@@ -64,16 +64,14 @@ def whole_of(
     peak: int,
     link_share: float,
 ) -> Whole | None:
-    """The step of `instants` around the calls of `graph`, which run backward in the reverse order of their forwards.
-
-    None if one of them has no forward.
+    """The step of `instants` around the calls of `graph`. None if one of them runs backward without a forward.
 
     Args:
         of, ms: return the bytes of another graph's call, and its time in a phase. The program's own code counts as
             another graph that takes no time.
     """
     found: list[Point] = []
-    waiting: list[int] = []
+    number: dict[int, int] = {}  # of each call that waits for its backward
     numbers = itertools.count()
     for instant in instants:
         beside = instant.nbytes(lambda other: _NOTHING if other == graph else of(other))
@@ -82,10 +80,10 @@ def whole_of(
         elif instant.runs != graph:
             found.append(Point(instant.phase, -1, beside, ms(instant.runs, instant.phase)))
         elif instant.phase == "forward":
-            waiting.append(next(numbers))
-            found.append(Point("forward", waiting[-1], beside, 0.0))
-        elif waiting:
-            found.append(Point("backward", waiting.pop(), beside, 0.0))
+            number[instant.call] = next(numbers)
+            found.append(Point("forward", number[instant.call], beside, 0.0))
+        elif instant.call in number:
+            found.append(Point("backward", number.pop(instant.call), beside, 0.0))
         else:
             return None
     return Whole(tuple(found), peak, link_share)

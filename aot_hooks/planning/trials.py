@@ -53,7 +53,7 @@ from .recipe import Recipe, Refused, chosen_again, picks_of
 from .recomputation import marks
 from .search import NEAR, Found, Limits, Tried, nothing, search
 from .solver import Solution
-from .step import ALONE, COMPUTED, RECOMPUTE, Moment, Step
+from .step import ALONE, COMPUTED, RECOMPUTE, Bytes, Moment, Step
 
 _MANY = 63  # So many other calls of a graph are assumed while nobody knows how many there are.
 _NEAR = 0.003  # A plan whose time is at most this share above the relaxed program's is good enough.
@@ -168,6 +168,9 @@ class Trials:
         """Whether the budget says which kernels are fused."""
         return self.stock.fused and self.on_cuda
 
+    def _fits(self, nbytes: Bytes) -> bool:
+        return self.limits.peak is not None and nbytes.peak(self.moments) <= self.limits.peak
+
     def _step_of(self, graphs: Graphs, *reached: Any) -> Step:
         """The step of graphs that compute something again already, so that only hooks are left to choose."""
         hooks = [name for name in self.budget.allow if name != RECOMPUTE]
@@ -177,9 +180,8 @@ class Trials:
     def _partitioned(self, chosen: Solution) -> tuple[Graphs, Step]:
         """The graphs that compute again the values that `chosen` recomputes, and their step."""
         recomputed = {i: option for i, option in enumerate(chosen.options) if option.name == RECOMPUTE}
-        again, kept = marks(recomputed, self.stock.boundary, self.groups)
-        with aot.recomputed(self.joint.gm, again, kept):
-            graphs = self.joint.graphs().multiplied_early
+        again, kept = marks(recomputed, self.stock.fw.graph, self.stock.boundary, self.groups)
+        graphs = self.joint.computing_again(again, kept, self.stock, self._fits).multiplied_early
         own = self._step_of(graphs, _reached(chosen, self.step, self.groups))
         return graphs, replace(own, weighed_bytes=self.step.saved_bytes)
 
@@ -227,13 +229,13 @@ class Trials:
     def _ways(self) -> list[Way]:
         # a CPU's copies free nothing
         found = ways([name for name in self.budget.allow if self.on_cuda or name != "offload"], self.budget.max_error)
-        return [*found, Way(WHOLE_GRAPH)] if self.budget.least and RECOMPUTE in self.budget.allow else found
+        return [*found, Way(WHOLE_GRAPH)] if self.moments != ALONE and RECOMPUTE in self.budget.allow else found
 
     def _typed(self, again: str, found: Sequence[Way], peak: float, most_ms: float) -> Iterator[Tried]:
         """Those of `found`, which compute `again`, that may take at most `peak` bytes and less than `most_ms`."""
         graphs, own = self.stock, self.step
         if again != NOTHING:
-            computing = computed_again(again, self.joint, self.stock, most_ms)
+            computing = computed_again(again, self.joint, self.stock, self._fits, most_ms)
             if computing is None or computing.multiplied_early.ms() >= most_ms:
                 return
             graphs = computing.multiplied_early
@@ -254,7 +256,7 @@ class Trials:
         """
         limits, best, least = self.limits, found.best, found.least
         near = best is not None and best.plan.after_ms <= (1 + _NEAR) * found.bound_ms
-        blocks = [WHOLE_BLOCKS, WHOLE_GRAPH] if self.budget.least else [BLOCKS, WHOLE_BLOCKS]
+        blocks = [WHOLE_BLOCKS, WHOLE_GRAPH] if self.budget.least else [BLOCKS, WHOLE_BLOCKS, WHOLE_GRAPH]
         tried = [way for way in self._ways() if way.again in blocks or not (near or self.budget.least)]
         for again, several in itertools.groupby(tried, operator.attrgetter("again")):
             if limits.peak is None:

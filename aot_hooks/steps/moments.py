@@ -30,6 +30,7 @@ class Instant:
         gathered_bytes: parameters that are gathered for a while, as with FSDP2.
         freed_bytes: what the call returned, if nothing holds it any more: the bytes of its backward contain it. Less
             what the program still holds of calls that have run backward: no other bytes contain it.
+        call: the number of the call in its step.
         loss_bytes: what the program's own code takes between the forwards and the backwards.
     """
 
@@ -39,6 +40,7 @@ class Instant:
     gradient_bytes: int = 0
     gathered_bytes: int = 0
     freed_bytes: int = 0
+    call: int = 0
     loss_bytes: int = 0
 
     def nbytes(self, of: Callable[[Any], Bytes]) -> int:
@@ -83,7 +85,8 @@ def instants_of(
             instants.append(Instant("", None, +holding, gradients, gathered_bytes, loss_bytes=loss_bytes))
         release(event.call)
         freed = freed_bytes[event.call] if freed_bytes and event.phase is Phase.BACKWARD else 0
-        instants.append(Instant(event.phase.value, keys[event.call], +holding, gradients, gathered_bytes, freed))
+        beside = +holding, gradients, gathered_bytes, freed
+        instants.append(Instant(event.phase.value, keys[event.call], *beside, event.call))
         if event.phase is Phase.FORWARD:
             held.add(event.call)
             holding[keys[event.call]] += 1

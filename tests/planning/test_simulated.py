@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -19,9 +18,8 @@ FAST = aot_hooks.Rates(to_host=1e9, to_device=1e9, memory=1e12, operations=1e15,
 def instants_of(graphs: str) -> list[Instant]:
     """Forwards of `graphs` in order, then their backwards; each leaves 10 bytes of gradients."""
     held = [{g: graphs[:i].count(g) for g in graphs[:i]} for i in range(len(graphs))]
-    events = [Instant("forward", g, h) for g, h in zip(graphs, held, strict=True)]
-    left = itertools.count(0, 10)
-    return events + [Instant("backward", g, h, next(left)) for g, h in reversed([*zip(graphs, held, strict=True)])]
+    events = [Instant("forward", g, h, call=i) for i, (g, h) in enumerate(zip(graphs, held, strict=True))]
+    return events + [replace(e, phase="backward", gradient_bytes=10 * i) for i, e in enumerate(reversed(events))]
 
 
 def whole(graphs: str, sizes: dict[str, Bytes], peak: int = 1 << 40) -> Whole:

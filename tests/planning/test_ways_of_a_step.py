@@ -109,7 +109,7 @@ def test_inputs_of_blocks_wait_on_the_host_if_nothing_else_holds_them(link, kept
 
     if kept != "nothing":
         with pytest.raises(Exception, match="but the least that was found takes 9"):
-            for _ in range(3):
+            for _ in range(4):
                 train(model, x, step)
         return
     for _ in range(4):
