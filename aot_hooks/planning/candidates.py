@@ -324,7 +324,7 @@ class Simulation:
 
     def _with_more(self, way: Way, count: int) -> Graphs | None:
         """Graphs that compute pointwise results again, and the first `count` of `exact_order`; None if it has fewer."""
-        pointwise = computed_again(POINTWISE, self.joint, self.stock)
+        pointwise = computed_again(POINTWISE, self.joint, self.stock, self._fits)
         if pointwise is None or not count:
             return pointwise
         step, groups = step_of(pointwise, self.joint.setting.scope, self.allow, self.max_error)
