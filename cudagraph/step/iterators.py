@@ -31,8 +31,8 @@ class Iterators:
     """Iterators by their paths, and where they are."""
 
     def __init__(self, found: Mapping[str, Any]) -> None:
-        self._found = found
-        self._positions = {path: _position(value) for path, value in found.items()}
+        self._found = {path: value for path, value in found.items() if not _runs(value)}
+        self._positions = {path: _position(value) for path, value in self._found.items()}
 
     def reason(self) -> str | None:
         """Why a step that ran since then can't be replayed: it has taken an item. None if it took none."""
@@ -45,15 +45,22 @@ class Iterators:
 def _position(iterator: Any) -> list[Any]:
     """Numbers and objects that differ after an item was taken, for most iterators: of it, and of those that it reads.
 
-    Not for `itertools.cycle` after its first round, nor for a generator whose variables stay as they are.
+    Not for files, `itertools.cycle` after its first round, nor for a generator whose variables stay as they are.
     """
     found: list[Any] = []
     reached = [iterator]
     for each in reached:  # which grows meanwhile
         parts = [*_parts(each)]
         found += [_index(each), *parts]
-        reached += [x for x in parts if issubclass(type(x), Iterator) and not any(x is other for other in reached)]
+        reached += [
+            x for x in parts if issubclass(type(x), Iterator) and not (_runs(x) or any(x is y for y in reached))
+        ]
     return found
+
+
+def _runs(iterator: Any) -> bool:
+    """Whether `iterator` is a generator that runs: it calls the step, so the step can take nothing from it."""
+    return type(iterator) is types.GeneratorType and iterator.gi_running
 
 
 def _index(iterator: Any) -> Any:

@@ -482,6 +482,26 @@ def test_what_dynamo_notes_on_parameters_does_not_matter(device):
     assert step.refused == "" and cudagraph.stats()["recordings"] == 1 and cudagraph.stats()["replays"] == 9
 
 
+def test_a_generator_that_calls_the_step(device):
+    """It is reached by the step, and is where it was when the step has run."""
+    ours, optimizer, _, _ = pair(device, adamw_fused)
+
+    class Trainer:
+        def __init__(self):
+            self.step, self.losses = cudagraph.whole_step(self.train), self.run()
+
+        def train(self, x, y):
+            return train(F.mse_loss(ours(x), y), optimizer)
+
+        def run(self):
+            for x, y in batches(device, 6):
+                yield self.step(x, y)
+
+    trainer = Trainer()
+    assert len([*trainer.losses]) == 6
+    assert trainer.step.refused == "" and cudagraph.stats()["replays"] == 5
+
+
 OWN_ITERATORS = {
     "loops over lists": lambda layers: [layer for pair in zip(layers, [*layers], strict=True) for layer in pair[:1]],
     "enumerate": lambda layers: [layer for _, layer in enumerate(layers)],
