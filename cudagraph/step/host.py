@@ -276,7 +276,7 @@ class HostState:
             self.leaves[path] = type(value)
             names = [name for name in WRAPPERS if hasattr(value, name)]
             self._later(path, ".{}", [name.strip("_") for name in names], [getattr(value, n) for n in names], depth)
-        elif isinstance(value, types.BuiltinMethodType):
+        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
             if not isinstance(value.__self__, types.ModuleType):
                 self._waiting.append((f"{path}.__self__", value.__self__, depth))
         elif hasattr(type(value), "host_roots"):  # a whole step within this one

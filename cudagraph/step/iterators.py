@@ -5,8 +5,7 @@
 
 `next(batches)` in a step is the usual case. Iterators of Python's own and generators have no attributes to compare, so
 their positions are read in other ways. Those of other classes are followed like any object, or read here where one of
-Python's own takes from them, as `enumerate(loader)`. No item is taken to read a position, and no code of the user's
-runs.
+Python's own takes from them, as `enumerate(loader)`. No item is taken to read a position.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _MODULES = ("builtins", "itertools", "collections", "_collections")
-_HOLDERS = (tuple, types.CellType, types.MethodType)  # `zip` has a tuple of iterators
+_HOLDERS = (tuple, types.CellType, types.MethodType, types.MethodWrapperType)  # `zip` has a tuple of iterators
 
 
 def is_opaque(value: Any) -> bool:

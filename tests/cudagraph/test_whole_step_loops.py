@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import weakref
@@ -364,6 +365,7 @@ ITERATORS = {
     "a sequence's without a length": lambda: iter(WithoutLength()),
     "one of two of itertools.tee": lambda: itertools.tee(FACTORS)[0],
     "a map of the user's": lambda: map(abs, Counting()),
+    "a function's": lambda: iter(iter(FACTORS).__next__, 0.0),
     "a data loader's": lambda: iter(loader()),
     "enumerate of a data loader": lambda: map(max, enumerate(loader())),
     "zip of data loaders": lambda: map(max, zip(loader(), loader(), strict=True)),
@@ -385,6 +387,19 @@ def test_a_step_that_takes_items_from_an_iterator(device, name, is_begun):
 
     step = steps_are_equal(device, make_step, count=8)
     assert step.refused.startswith("takes items from <lambda>, factors"), step.refused
+
+
+@pytest.mark.parametrize(
+    "how", [lambda it: it.__next__, lambda it: functools.partial(next, it)], ids=["bound", "partial"]
+)
+@pytest.mark.parametrize("name", ["a list's", "a generator", "itertools.count"])
+def test_a_step_that_takes_items_by_a_method(device, name, how):
+    def make_step(model, optimizer):
+        take = how(ITERATORS[name]())
+        return lambda x, y: train(F.mse_loss(model(x), y) * float(take()), optimizer)
+
+    step = steps_are_equal(device, make_step, count=8)
+    assert step.refused.startswith("takes items from <lambda>, take"), step.refused
 
 
 def test_items_that_are_first_taken_in_a_capture(device):
