@@ -402,6 +402,22 @@ def test_a_step_that_takes_items_by_a_method(device, name, how):
     assert step.refused.startswith("takes items from <lambda>, take"), step.refused
 
 
+@pytest.mark.parametrize("name", ITERATORS)
+def test_an_iterator_among_the_inputs(device, name, caplog):
+    """The step runs as it is. To close over the iterator would be no way out."""
+    ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
+
+    def make_step(model, optimizer):
+        return lambda x, y, factors: train(F.mse_loss(model(x), y) * float(next(factors)), optimizer)
+
+    step, expected = cudagraph.whole_step(make_step(ours, optimizer)), make_step(eager, eager_optimizer)
+    both = ITERATORS[name](), ITERATORS[name]()
+    for x, y in batches(device, 4):
+        assert torch.equal(step(x, y, both[0]).detach(), expected(x, y, both[1]).detach())
+    assert_equal(ours, eager)
+    assert cudagraph.stats()["replays"] == 0 and "give it an item" in caplog.text
+
+
 def test_items_that_are_first_taken_in_a_capture(device):
     """None was taken in the warm-up. The item that the capture takes is lost."""
     ours, optimizer, _, _ = pair(device, adamw_fused)
