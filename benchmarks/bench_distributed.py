@@ -275,7 +275,8 @@ def result_of(
 ) -> dict[str, Any]:
     """A row as this rank has measured it, or the errors of the ranks that failed.
 
-    Ranks wait for one that has failed for ever, in a stage's exchange. So that one ends the program after `AGREE_S`.
+    In a stage's exchange the other ranks wait for ever for one that has failed. So the failed rank ends the program
+    after `AGREE_S`.
     """
     rank = dist.get_rank()
     try:

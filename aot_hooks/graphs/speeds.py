@@ -27,8 +27,8 @@ from .nodes import argument_called
 log = logging.getLogger("aot_hooks")
 _ENOUGH = 32 << 20  # bytes of queries that fill a device: more samples and heads take as much longer
 _LEAST_MS = 0.05  # less is the host's time to launch it
-_MEET_S = 0.5  # seconds that a rank waits for the others of its host: they end a step at the same time, within some ms
-_TOGETHER_S = 0.05  # seconds for which they copy at once, so that they do if one comes 20 ms late
+_MEET_S = 0.5  # seconds that a rank waits for the others of its host at most; not measured
+_TOGETHER_S = 0.05  # seconds for which they copy: if one comes 20 ms late, all copy at once for most of it
 _MEASURED = "aten._scaled_dot_product_"  # operators of other names take lengths or functions, which random data has not
 
 
@@ -121,7 +121,7 @@ def _copied_together(index: int) -> float:
 
 
 def _seconds(work: Callable[[], Any], runs: int = 6, of: Callable[[Iterable[float]], float] = min) -> float:
-    """The time of the fastest of six runs, by the device's clock; or what `of` takes of several `runs`."""
+    """The time of the fastest of several `runs`, by the device's clock; or another statistic `of` their times."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
     work()
     marks[0].record()

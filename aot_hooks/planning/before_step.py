@@ -77,10 +77,10 @@ class BeforeStep:
         self._at_end = self._counter.allocated()
 
     def loss_bytes(self) -> int | None:
-        """At the begin of the backward that comes next: what the code between took beside what was allocated before it.
-        None: no forward has ended since the last time.
+        """At the begin of a backward: the most bytes that code took since the last forward ended. None: no forward has
+        ended since this was asked last.
 
-        Rounded up to 7 bits. Cache keys contain it, and blocks of the allocator differ from run to run.
+        Rounded up to 7 binary digits: cache keys contain it, and blocks of the allocator differ from run to run.
         """
         if self._at_end is None:
             return None

@@ -12,8 +12,8 @@
 
 Blocks computed again are checkpointing's way: of a block only its inputs are saved, with what can't be repeated and
 with its statistics. Then the inputs can be in float8, and on the host. So can inputs that another call of the graph has
-returned, if nothing else holds them. Of whole blocks no statistics are saved, nor
-what the last one returns, which is what checkpointing does.
+returned, if nothing else holds them. Of whole blocks no statistics are saved, nor what the last one returns, which is
+what checkpointing does.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ class Simulation:
         return best if best is None or only or not best.across else self._sending_less(best, rates)
 
     def _as_before(self, only: tuple[str, str], rates: Rates | None, most_ms: float) -> Typed | None:
-        """The way of `_sending_less` that a recipe has; None if it is none here."""
+        """The way that a recipe once got from `_sending_less`; None if this graph has no such way."""
         way = next((way for way in self._ways() if (way.again, way.name) == (POINTWISE, only[1])), None)
         graphs = None if rates is None or way is None else self._with_more(way, int(only[0].split()[-1]))
         if graphs is None or way is None:

@@ -51,6 +51,7 @@ ALL = "[:]"  # of a list, in paths
 MOST_VALUES = 100_000
 OBJECTS_DEEP = 2  # a config of a trainer is looked at, not all that its logger holds
 ANY_DEPTH = 1_000
+DYNAMOS = "_dynamo_"  # begin of attributes that Dynamo sets on parameters when it compiles, such as an evaluation
 Scheduler = torch.optim.lr_scheduler.LRScheduler  # counts outside of the step; what it sets is the optimizer's
 # Objects of torch whose attributes are compared, and which don't count for the depth.
 DECLARED = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, torch.utils.data.Sampler)
@@ -264,7 +265,7 @@ class HostState:
         """Add a value that was not met before, by its type. `depth`: how many objects deep to look further."""
         if isinstance(value, torch.Tensor):
             self._tensor(path, value)
-            if type(value) in (torch.Tensor, torch.nn.Parameter) and value.__dict__:  # `p.lr_scale = 0.1`
+            if type(value) in (torch.Tensor, torch.nn.Parameter):  # `p.lr_scale = 0.1`
                 self._dict(path, value.__dict__, depth, has_attributes=True)
         elif isinstance(value, (dict, list, deque, set, tuple, frozenset, types.MappingProxyType)):
             self.leaves[path] = type(value)  # not its id: an equal dict in its place is no change
@@ -275,7 +276,7 @@ class HostState:
             self.leaves[path] = type(value)
             names = [name for name in WRAPPERS if hasattr(value, name)]
             self._later(path, ".{}", [name.strip("_") for name in names], [getattr(value, n) for n in names], depth)
-        elif isinstance(value, types.BuiltinMethodType):
+        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
             if not isinstance(value.__self__, types.ModuleType):
                 self._waiting.append((f"{path}.__self__", value.__self__, depth))
         elif hasattr(type(value), "host_roots"):  # a whole step within this one
@@ -353,6 +354,8 @@ class HostState:
         self._dicts.append(value)
         self._paths.append(f"{path}." if has_attributes else path)
         for key, entry in value.items():
+            if has_attributes and isinstance(key, str) and key.startswith(DYNAMOS):
+                continue
             name = _entry(self._paths[-1], value, key)
             if not isinstance(key, PLAIN):
                 self._waiting.append((f"{path}.keys[{name.rpartition('[')[2]}", key, depth))

@@ -6,7 +6,7 @@ on the CPU: --stream of their own--> staged --the same copy-->      while the gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +84,8 @@ def reason_against_inputs(flat: Sequence[Any]) -> str | None:
             if type(x) is not torch.Tensor or x.layout is not torch.strided:
                 return f"input {i} is a {type(x).__name__} of layout {x.layout}"
         elif not isinstance(x, (bool, int, float, str, bytes, type(None), *OBJECTS)):
-            return f"input {i} is a {type(x).__name__}, no tensor, number, string or module; let the step close over it"
+            way_out = "give it an item" if issubclass(type(x), Iterator) else "let the step close over it"
+            return f"input {i} is a {type(x).__name__}, no tensor, number, string or module; {way_out}"
     return None
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+import weakref
 from collections import deque
 
 import numpy
@@ -308,6 +310,44 @@ class Batches(torch.utils.data.Dataset):
         return i + 1.0
 
 
+class Counting:
+    """An iterator of the user's."""
+
+    def __init__(self):
+        self.taken = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.taken += 1
+        return float(self.taken)
+
+
+class WithoutLength:
+    def __getitem__(self, i):
+        return 1.0 + i
+
+    def __len__(self):
+        raise NotImplementedError("a stream has no length")
+
+
+def loader():
+    return torch.utils.data.DataLoader(Batches(), batch_size=1)
+
+
+def forever(batches):
+    while True:
+        yield from batches
+
+
+def of_several_types():
+    factor = torch.ones(2)
+    while True:
+        yield float(torch.as_tensor(factor).sum())
+        factor = torch.ones(2) if type(factor) is int else 1
+
+
 FACTORS = [1.0 + i for i in range(20)]
 ITERATORS = {
     "a list's": lambda: iter(FACTORS),
@@ -321,20 +361,61 @@ ITERATORS = {
     "itertools.islice": lambda: itertools.islice(itertools.chain(FACTORS), 1, None),
     "a generator": lambda: doubled(FACTORS),
     "a generator that passes on": lambda: passed_on(iter(FACTORS)),
-    "a data loader's": lambda: iter(torch.utils.data.DataLoader(Batches(), batch_size=1)),
+    "a generator whose variable changes its type": of_several_types,
+    "a sequence's without a length": lambda: iter(WithoutLength()),
+    "one of two of itertools.tee": lambda: itertools.tee(FACTORS)[0],
+    "a map of the user's": lambda: map(abs, Counting()),
+    "a function's": lambda: iter(iter(FACTORS).__next__, 0.0),
+    "a data loader's": lambda: iter(loader()),
+    "enumerate of a data loader": lambda: map(max, enumerate(loader())),
+    "zip of data loaders": lambda: map(max, zip(loader(), loader(), strict=True)),
+    "itertools.islice of a data loader": lambda: itertools.islice(loader(), 30),
+    "a generator that passes on a data loader": lambda: forever(loader()),
 }
 
 
+@pytest.mark.parametrize("is_begun", [False, True], ids=["new", "begun"])
 @pytest.mark.parametrize("name", ITERATORS)
-def test_a_step_that_takes_items_from_an_iterator(device, name):
+def test_a_step_that_takes_items_from_an_iterator(device, name, is_begun):
     """A replay would take none, and go on with the one of the capture."""
 
     def make_step(model, optimizer):
         factors = ITERATORS[name]()
+        if is_begun:
+            next(factors)
         return lambda x, y: train(F.mse_loss(model(x), y) * float(next(factors)), optimizer)
 
     step = steps_are_equal(device, make_step, count=8)
     assert step.refused.startswith("takes items from <lambda>, factors"), step.refused
+
+
+@pytest.mark.parametrize(
+    "how", [lambda it: it.__next__, lambda it: functools.partial(next, it)], ids=["bound", "partial"]
+)
+@pytest.mark.parametrize("name", ["a list's", "a generator", "itertools.count"])
+def test_a_step_that_takes_items_by_a_method(device, name, how):
+    def make_step(model, optimizer):
+        take = how(ITERATORS[name]())
+        return lambda x, y: train(F.mse_loss(model(x), y) * float(take()), optimizer)
+
+    step = steps_are_equal(device, make_step, count=8)
+    assert step.refused.startswith("takes items from <lambda>, take"), step.refused
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+def test_an_iterator_among_the_inputs(device, name, caplog):
+    """The step runs as it is. To close over the iterator would be no way out."""
+    ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
+
+    def make_step(model, optimizer):
+        return lambda x, y, factors: train(F.mse_loss(model(x), y) * float(next(factors)), optimizer)
+
+    step, expected = cudagraph.whole_step(make_step(ours, optimizer)), make_step(eager, eager_optimizer)
+    both = ITERATORS[name](), ITERATORS[name]()
+    for x, y in batches(device, 4):
+        assert torch.equal(step(x, y, both[0]).detach(), expected(x, y, both[1]).detach())
+    assert_equal(ours, eager)
+    assert cudagraph.stats()["replays"] == 0 and "give it an item" in caplog.text
 
 
 def test_items_that_are_first_taken_in_a_capture(device):
@@ -369,6 +450,111 @@ def test_items_that_are_taken_between_steps_do_not_matter(device, name):
         next(factors)
         step(x, y)
     assert step.refused == "" and cudagraph.stats()["replays"] == 5
+
+
+def test_a_list_that_grows_under_an_iterator(device):
+    """The iterator is where it was."""
+    ours, optimizer, _, _ = pair(device, adamw_fused)
+    seen = [0.0]
+    reads, grows = iter(seen), seen.append
+
+    @cudagraph.whole_step
+    def step(x, y):
+        grows(1.0)
+        return train(F.mse_loss(ours(x), y) * (1.0 if reads else 2.0), optimizer)
+
+    for x, y in batches(device, 8):
+        step(x, y)
+    assert len(seen) == 9 and next(reads) == 0.0
+    assert "takes items" not in step.refused
+
+
+def test_a_generator_keeps_no_variable_of_before(device):
+    """Reading its position holds none of the batches that it has given out."""
+    ours, optimizer, _, _ = pair(device, adamw_fused)
+
+    def made():
+        while True:
+            batch = torch.ones(3)
+            yield weakref.ref(batch)
+
+    factors = made()
+
+    @cudagraph.whole_step
+    def step(x, y):
+        return train(F.mse_loss(ours(x), y) * (1.0 if factors else 2.0), optimizer)
+
+    given_out = []
+    for x, y in batches(device, 4):
+        given_out.append(next(factors))
+        step(x, y)
+    next(factors)
+    assert [ref() for ref in given_out] == [None] * 4
+    assert step.refused == "" and cudagraph.stats()["replays"] == 3
+
+
+def test_what_dynamo_notes_on_parameters_does_not_matter(device):
+    """It does so when an evaluation is compiled, and a compiled optimizer notes something else."""
+    ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
+    step, expected = cudagraph.whole_step(ours, F.mse_loss, optimizer), eager_step(eager, F.mse_loss, eager_optimizer)
+
+    def compile_evaluation(i):
+        if i in (3, 5):
+            for parameter in ours.parameters():
+                parameter._dynamo_static_input_type = "guarded"
+        if i in (2, 4, 7):
+            torch._dynamo.reset()
+            with torch.no_grad():
+                torch.compile(lambda x: ours.first(x), backend="eager")(x)
+            assert ours.first.weight._dynamo_static_input_type == "unguarded"
+
+    x, _ = next(batches(device, 1))
+    run(step, expected, (ours, eager), batches(device, 10), compile_evaluation)
+    assert step.refused == "" and cudagraph.stats()["recordings"] == 1 and cudagraph.stats()["replays"] == 9
+
+
+def test_a_generator_that_calls_the_step(device):
+    """It is reached by the step, and is where it was when the step has run."""
+    ours, optimizer, _, _ = pair(device, adamw_fused)
+
+    class Trainer:
+        def __init__(self):
+            self.step, self.losses = cudagraph.whole_step(self.train), self.run()
+
+        def train(self, x, y):
+            return train(F.mse_loss(ours(x), y), optimizer)
+
+        def run(self):
+            for x, y in batches(device, 6):
+                yield self.step(x, y)
+
+    trainer = Trainer()
+    assert len([*trainer.losses]) == 6
+    assert trainer.step.refused == "" and cudagraph.stats()["replays"] == 5
+
+
+OWN_ITERATORS = {
+    "loops over lists": lambda layers: [layer for pair in zip(layers, [*layers], strict=True) for layer in pair[:1]],
+    "enumerate": lambda layers: [layer for _, layer in enumerate(layers)],
+    "a generator": lambda layers: [*passed_on(iter(layers))],
+    "one that is not exhausted": lambda layers: [next(iter(layers)), *itertools.islice(iter(layers), 1, None)],
+    "itertools": lambda layers: [*itertools.islice(itertools.cycle(layers), len(layers))],
+}
+
+
+@pytest.mark.parametrize("name", OWN_ITERATORS)
+def test_iterators_of_the_steps_own(device, name):
+    def make_step(model, optimizer):
+        layers = torch.nn.ModuleList(model.children())
+
+        def step(x, y):
+            penalty = sum(p.square().sum() for layer in OWN_ITERATORS[name](layers) for p in layer.parameters())
+            return train(F.mse_loss(model(x), y) + 0.01 * penalty, optimizer)
+
+        return step
+
+    step = steps_are_equal(device, make_step)
+    assert step.refused == "" and cudagraph.stats()["replays"] == 11
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])

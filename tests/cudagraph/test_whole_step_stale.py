@@ -116,6 +116,11 @@ def in_an_attribute_of_a_tensor():
     return lambda x: x * table.scale, lambda: setattr(table, "scale", 3.0)
 
 
+def in_a_later_attribute_of_a_tensor():
+    table = torch.ones(4)
+    return lambda x: x * getattr(table, "scale", 2.0), lambda: setattr(table, "scale", 3.0)
+
+
 def in_an_object():
     holder = argparse.Namespace(scale=2.0)
     return lambda x: x * holder.scale, lambda: setattr(holder, "scale", 3.0)
@@ -168,8 +173,9 @@ def late_closure():
 
 CHANGES = [
     a_global, behind_a_decorator, behind_a_context_manager, in_an_inner_function, in_defaults, in_code,
-    in_an_attribute_of_a_function, in_an_attribute_of_a_tensor, in_an_object, all_attributes, in_an_object_of_a_module,
-    from_one_list_to_the_next, in_another_class, a_global_that_comes_later, a_name_of_pythons, late_closure,
+    in_an_attribute_of_a_function, in_an_attribute_of_a_tensor, in_a_later_attribute_of_a_tensor, in_an_object,
+    all_attributes, in_an_object_of_a_module, from_one_list_to_the_next, in_another_class, a_global_that_comes_later,
+    a_name_of_pythons, late_closure,
 ]  # fmt: skip
 
 
