@@ -234,6 +234,8 @@ def test_values_computed_again_in_place_of_copies_are_the_cheapest_exact_ones() 
     # the norm is computed once; what is rounded, or is computed again itself, is no source
     assert names(4) == ["q", "k"] and names(6) == ["of q", "k"]
     assert names(7) == ["of q", "v", "k"], "what is sent in 8 bits saves half of its bytes"
+    parts = [Value(("q", "k"), 4, 0, 0, options=()), value("of q", 4, again("mlp", sources=(0,)))]
+    assert exact_order(parts, "float8()", 1, times) == [], "each part of a projection is rounded by itself"
 
 
 def test_of_forms_that_round_only_the_fastest_is_tried() -> None:
