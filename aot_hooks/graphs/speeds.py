@@ -98,7 +98,8 @@ def link_share(device: torch.device) -> float:
     """The share of its speed that the link of a CUDA device has while all ranks of its host copy to the host.
 
     The GPUs of a host may share a path to its memory: four H200s have 33 to 37 GB/s each at once, 55 one by one.
-    Measured on the first call, in tenths; 1 if another rank does not come, or there is none. Ranks agree on it.
+    Measured on the first call, in tenths, one at least; 1 if another rank does not come, or there is none.
+    Ranks agree on it.
     """
     return _link_share(device.index or 0) if device.type == "cuda" else 1.0
 
@@ -106,8 +107,8 @@ def link_share(device: torch.device) -> float:
 @functools.cache
 def _link_share(index: int) -> float:
     name = "link of all ranks of a host"
-    own = min(1.0, round(_copied_together(index) / _measured(index).to_host, 1)) if ranks.meet(name, _MEET_S) else 1.0
-    return float(ranks.agreed(name, repr(own)))
+    own = round(_copied_together(index) / _measured(index).to_host, 1) if ranks.meet(name, _MEET_S) else 1.0
+    return float(ranks.agreed(name, repr(min(1.0, max(0.1, own)))))
 
 
 def _copied_together(index: int) -> float:

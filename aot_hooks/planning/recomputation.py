@@ -116,14 +116,15 @@ def exact_order(
     """Values that may be computed again in place of being sent, with the option to do so: the cheapest first, by the
     time for each byte that is not sent.
 
-    What they are computed from is not rounded, and stays saved. Values of less than `min_bytes` are left out.
+    What they are computed from is not rounded, and stays saved. Values of less than `min_bytes` are left out. Of
+    several tensors in one storage, a form may round each by itself, which is no option of the storage.
 
     Args:
         name: of the option for the form in which values are sent; those without it are sent as they are.
         times: the milliseconds of each node of the forward, by its name.
     """
     sent = [next((o.packed_bytes for o in value.options if o.name == name), value.nbytes) for value in values]
-    exact = {i for i, value in enumerate(values) if not any(o.error for o in value.options)}
+    exact = {i for i, value in enumerate(values) if len(value.names) == 1 and not any(o.error for o in value.options)}
     left = {
         i: option
         for i, value in enumerate(values)

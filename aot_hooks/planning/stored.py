@@ -157,7 +157,7 @@ def _step_of(group: many.Group, graphs: Sequence[many.Graph | None]) -> _Step:
     by_program = {digest: i for i, digest in enumerate(_made)}
     number = lambda graph: numbers.get(graph, by_program.get(graph.program, -1))  # noqa: E731
     traces = [tuple(_with_graphs(each, number) for each in trace) for trace in group.traces]
-    known = tuple(trace for trace in traces if all(each.runs >= 0 for each in trace))
+    known = tuple(trace for trace in traces if all(each.runs is None or each.runs >= 0 for each in trace))
     return _Step(known, group.over, group.planned_peak, group.counted, group.time.slowness, group.time.link_share)
 
 
@@ -166,7 +166,7 @@ def _with_graphs(instant: Instant, of: Callable[[Any], Any]) -> Instant:
     holding: Counter[Any] = Counter()
     for graph, count in instant.holding.items():
         holding[of(graph)] += count
-    return replace(instant, runs=of(instant.runs), holding=holding)
+    return replace(instant, runs=None if instant.runs is None else of(instant.runs), holding=holding)
 
 
 def to_json(value: Any) -> Any:
@@ -263,6 +263,7 @@ def _restore(group: many.Group, loaded: Loaded) -> None:
         group.traces = [[_with_graphs(each, graphs.__getitem__) for each in trace] for trace in step.traces]
         group.over, group.planned_peak, group.counted = step.over, step.planned_peak, step.counted
         group.time = StepTime(step.slowness, step.link_share, is_known=True)
+        group.loss_bytes = max((each.loss_bytes for trace in group.traces for each in trace), default=0)
 
 
 def _graph_of(group: many.Group, saved: SavedPlan) -> many.Graph:

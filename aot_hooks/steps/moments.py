@@ -115,7 +115,7 @@ def latest(traces: Sequence[Sequence[Instant]], count: int) -> list[Sequence[Ins
     kept: list[Sequence[Instant]] = []
     seen: set[Any] = set()
     for trace in reversed(traces):
-        runs = {instant.runs for instant in trace}
+        runs = {instant.runs for instant in trace if instant.phase}
         if len(kept) < count or not runs <= seen:
             kept.append(trace)
             seen |= runs

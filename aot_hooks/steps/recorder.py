@@ -101,7 +101,8 @@ class Call:
         freed_bytes: those of `returned` that nothing held any more when its backward began, less what was held by then
             of other calls whose backward had begun. None before that.
         inputs: the memory of other tensors with a gradient that it reads.
-        is_chained: calls of the same graph returned all these. FSDP2 hands them on as other tensors.
+        is_chained: calls of the same graph returned all these, and it reads no further leaf that is no parameter. FSDP2
+            hands them on as other tensors.
     """
 
     step: int
@@ -231,7 +232,9 @@ class Recorder:
                 call.inputs = [StorageWeakRef(x.untyped_storage()) for x in made]
                 call.returned = _memory_of(outputs, beside=inputs)
                 same = (other for other in step.calls if self.kind_of(other.what) == self.kind_of(what))
-                call.is_chained = {memory for other in same for memory, _ in other.returned}.issuperset(call.inputs)
+                given = [x for x in leaves if not isinstance(x, torch.nn.Parameter)]
+                known = {memory for other in same for memory, _ in other.returned}
+                call.is_chained = not given and known.issuperset(call.inputs)
             step.calls.append(call)
             step.events.append(Event(Phase.FORWARD, call.number))
             step.holding[call.number] = call

@@ -16,6 +16,7 @@ from small_budgets import budget
 
 import aot_hooks
 from aot_hooks.errors import BudgetWarning
+from aot_hooks.planning import many
 from aot_hooks.planning import measured as measuring
 from aot_hooks.planning.before_step import BeforeStep
 from aot_hooks.steps.memory import Bytes, Moment
@@ -77,6 +78,32 @@ def test_a_loss_that_takes_more_than_a_backward_is_planned_for(x, share, counts,
     else:
         assert taken > 1.03 * plan.peak_bytes
     assert counters.restarts == restarts, "only a step that may be planned is counted"
+
+
+def test_a_loaded_plan_counts_the_loss_without_measuring_it(x, compiled_kinds, monkeypatch, tmp_path):
+    model, counters = model_of(*[Block] * 8), Counters(120_000)
+    eager, peak = torch.autograd.grad(loss_of(model(x)), [*model.parameters()]), peak_of(model, x, 0.7)
+    monkeypatch.setattr(measuring, "Counters", counters)
+    monkeypatch.setattr(measuring, "_cuda_device", lambda plans: torch.device("cpu"))
+
+    def plans() -> tuple[aot_hooks.Plan, ...]:
+        compile_blocks(model, budget(peak, max_error=0))
+        for _ in range(4):
+            assert_equal(train(model, x, lambda: loss_of(model(x)).backward()), eager)
+        return aot_hooks.last_plans(model)
+
+    (planned,) = plans()
+    assert aot_hooks.save_plans(tmp_path / "plans.json") == 1
+    torch._dynamo.reset()
+    aot_hooks.reset()
+    compiled_kinds.clear()
+    aot_hooks.load_plans(tmp_path / "plans.json")
+    restarts = counters.restarts
+    (loaded,) = plans()
+    assert loaded.in_step == planned.in_step and loaded.peak_bytes == planned.peak_bytes
+    assert compiled_kinds == ["planned"] and counters.restarts == restarts
+    (group,) = many._groups.values()
+    assert group.loss_bytes == max(each.loss_bytes for each in group.traces[-1]) > 0
 
 
 def test_the_loss_is_an_instant_at_which_all_calls_hold_something() -> None:

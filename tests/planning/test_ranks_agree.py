@@ -78,6 +78,8 @@ def test_the_link_is_as_slow_on_all_ranks(two_ranks: None, monkeypatch: pytest.M
     assert shares() == [0.7, 0.7]
     monkeypatch.setattr(speeds.ranks, "agreed", lambda name, value: value)
     assert shares() == [0.7, 1.0]
+    monkeypatch.setattr(speeds, "_copied_together", lambda index: [1e9, 55e9][index])
+    assert shares() == [0.1, 1.0], "copies that take for ever can't be planned"
     monkeypatch.setattr(speeds.ranks, "meet", lambda *_: False)
     assert shares() == [1.0, 1.0]
     speeds._link_share.cache_clear()

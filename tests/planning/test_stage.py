@@ -42,7 +42,6 @@ class Stage(nn.Module):
 
     def receive(self, dtype: torch.dtype) -> Stage:
         generator = torch.Generator().manual_seed(1)
-        self.gradient = torch.ones(2, ROWS, WIDTH, dtype=dtype)
         made = (torch.randn(2, ROWS, WIDTH, generator=generator) for _ in range(MICROBATCHES))
         self.received = [x.to(dtype).requires_grad_() for x in made]
         return self.to(dtype)
@@ -60,7 +59,7 @@ class Stage(nn.Module):
 
     def step(self, *, checkpointed: bool = False) -> list[torch.Tensor]:
         """The gradients of a step, whose outputs the schedule holds until their backwards. What the stage receives has
-        memory from before the step."""
+        memory from before the step, but for gradients of its outputs: a backward counts these."""
         left, waiting = [*self.received], []
         for what in "F" * HELD + "BF" * (MICROBATCHES - HELD) + "B" * HELD:
             if what == "F":
@@ -68,7 +67,7 @@ class Stage(nn.Module):
                 waiting.append((x, self.run(x, checkpointed)))
             else:
                 x, y = waiting.pop(0)
-                y.backward(self.gradient)
+                y.backward(torch.ones_like(y))
                 x.grad = None
                 del x, y
         found = [p.grad for p in self.parameters() if p.grad is not None]
@@ -78,11 +77,9 @@ class Stage(nn.Module):
 
 @pytest.mark.parametrize("share", [0.5, pytest.param(0.75, marks=pytest.mark.slow), "checkpointing"])
 def test_a_budget_holds_in_a_stage_of_a_pipeline(share: Any, compiled_kinds: list[str], tmp_path: Path) -> None:
-    """The step of checkpointing is predicted at 1.010 of what it takes. In the profiler's trace an allocation and a
-    free may have one time, so that a tensor (2%) is missing in some runs. Hence 5% more."""
     stock, exact = Stage().compiled(aot_hooks.KEEP), Stage().receive(torch.float64)
     expected, reference, by_hand = stock.step(), exact.step(), share == "checkpointing"
-    peak = int(most_allocated(lambda: stock.step(checkpointed=by_hand), tmp_path) * (1.05 if by_hand else share))
+    peak = int(most_allocated(lambda: stock.step(checkpointed=by_hand), tmp_path) * (1 if by_hand else share))
     compiled_kinds.clear()
     stage = Stage().compiled(budget(peak, max_error=0))
     for _ in range(4):
@@ -92,6 +89,6 @@ def test_a_budget_holds_in_a_stage_of_a_pipeline(share: Any, compiled_kinds: lis
     taken = most_allocated(stage.step, tmp_path)
     (plan,) = aot_hooks.last_plans(stage)
     assert plan.in_step is not None and plan.in_step.calls == 2 * HELD
-    assert 0.95 * plan.peak_bytes <= taken <= plan.peak_bytes <= peak
+    assert 0.98 * plan.peak_bytes <= taken <= plan.peak_bytes <= peak
     assert plan.step_ratio <= (1.27 if by_hand else 1.2), "checkpointing runs each forward twice"
     assert compiled_kinds.count("planned") <= 2

@@ -159,6 +159,36 @@ def test_inputs_of_blocks_are_rounded_if_nothing_else_holds_them(link, kept, tmp
     assert 0.85 * plan.peak_bytes < most_allocated(step, tmp_path) <= plan.peak_bytes <= peak
 
 
+class Scaled(Block):
+    """It also returns what has a gradient, as scores of a router, and reads a tensor that is no parameter."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        y = super().forward(x * scale)
+        return y, y * y
+
+
+def test_a_leaf_that_all_blocks_read_is_no_result_of_the_block_before(x, link, monkeypatch) -> None:
+    """The program holds it, so a copy in 8 bits frees nothing."""
+    way = candidates.Way(candidates.NOTHING, aot_hooks.float8(), sends=True)
+    monkeypatch.setattr(candidates, "ways", lambda *_: [way])
+    scale, blocks = torch.rand_like(x).requires_grad_(), torch.nn.ModuleList(Scaled() for _ in range(14))
+
+    def step() -> None:
+        hidden, scores = x, torch.zeros(())
+        for block in blocks:
+            hidden, score = block(hidden, scale)
+            scores = scores + score.mean()
+        (hidden.sin().sum() + scores).backward()
+
+    compile_blocks(blocks, budget(60 * x.nbytes, allow=("offload", "float8"), max_error=0.06))
+    for _ in range(5):
+        step()
+    (plan,) = aot_hooks.last_plans(blocks)
+    assert plan.recipe.across_graphs
+    inputs = [d for d in plan.decisions if d.saved.is_input and not d.saved.is_static]
+    assert len(inputs) == 2 and all(d.hook is aot_hooks.KEEP for d in inputs)
+
+
 def test_a_slow_link_sends_less_and_computes_values_again(x, link, tmp_path, monkeypatch) -> None:
     """What is computed again from the block's input takes less time than its copies stall."""
     slow = aot_hooks.Rates(to_host=1e9, to_device=1e9, memory=2e10, operations=1e11, operations32=1e11)
@@ -204,6 +234,8 @@ def test_values_computed_again_in_place_of_copies_are_the_cheapest_exact_ones() 
     # the norm is computed once; what is rounded, or is computed again itself, is no source
     assert names(4) == ["q", "k"] and names(6) == ["of q", "k"]
     assert names(7) == ["of q", "v", "k"], "what is sent in 8 bits saves half of its bytes"
+    parts = [Value(("q", "k"), 4, 0, 0, options=()), value("of q", 4, again("mlp", sources=(0,)))]
+    assert exact_order(parts, "float8()", 1, times) == [], "each part of a projection is rounded by itself"
 
 
 def test_of_forms_that_round_only_the_fastest_is_tried() -> None:

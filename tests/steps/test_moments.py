@@ -97,3 +97,5 @@ def test_the_latest_traces_have_one_of_each_graph():
     assert latest([a, ab, b, c, other_c], 2) == [ab, b, c, other_c]
     assert latest([a, ab], 1) == [ab]
     assert latest([a, b, c], 3) == [a, b, c]
+    with_loss = [a[0], Instant("", None, {"a": 1}, loss_bytes=1), a[1]]
+    assert latest([with_loss, a], 1) == [a], "a loss is no graph"
