@@ -227,8 +227,8 @@ class Kernel:
     def run(self, *_args: Any, **_named: Any) -> None: ...
 
 
-def peak_of(code: str) -> int:
-    """The most bytes that `call` of `code` holds after any of its lines."""
+def peak_of(code: str, free_names: tuple[str, ...] = ("primals",)) -> int:
+    """The most bytes that `call` of `code` holds after any of its lines, but for inputs with `free_names`."""
     code = re.sub(r"torch\.ops\.aot_hooks\.(\w+load_\w+)\.default\(", r"\1(", code)
     slice_of_workspace = r"= workspace_\d+\[.*?\]\.view\(\d+, (\d+)\)\.sum\(dim=0\)"
     code = re.sub(slice_of_workspace, r"= empty_strided_cuda((\1,), (1,), torch.float32)", code)
@@ -266,8 +266,7 @@ def peak_of(code: str) -> int:
             sys.settrace(trace)
             args = list(names["get_args"]())
             sys.settrace(None)
-        # a part of a split weight may be saved as it is read, transposed
-        free = dict(storages(v for name, v in inputs.items() if name.startswith(("primals", "permute"))))
+        free = dict(storages(v for name, v in inputs.items() if name.startswith(free_names)))
         kept = dict(storages(v for name, v in inputs.items() if name.startswith("tangents") and keeps_tangents()))
         inputs = {name: v for name, v in inputs.items() if name.startswith("primals")}  # their storages stay
         with mock.patch("torch.cuda._DeviceGuard"), mock.patch("torch.cuda.set_device"):
@@ -312,6 +311,8 @@ def rows_of(name: str, shares: list[float]) -> list[tuple[Any, ...]]:
         split_over_ranks(model)
     model, x = model.to(torch.bfloat16), torch.randn(tokens, 512, dtype=torch.bfloat16, requires_grad=True)
     stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP).peak_bytes
+    # a part of a split weight may be saved as it is read, transposed
+    free = ("primals", "permute") if name == "split" else ("primals",)
     found = []
     with mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200):
         for share in shares:
@@ -325,7 +326,7 @@ def rows_of(name: str, shares: list[float]) -> list[tuple[Any, ...]]:
                 planned = max(p.live_bytes for p in plan.live_after if p.phase == phase)
                 # the output, which the program holds
                 more = x.nbytes if phase == "backward" and not tied else 0
-                found.append((name, share, phase, peak_of(code) + more, planned, launches_of(code), launches))
+                found.append((name, share, phase, peak_of(code, free) + more, planned, launches_of(code), launches))
     return found
 
 

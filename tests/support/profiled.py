@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,7 @@ def most_allocated(step: Callable[[], Any], folder: Path) -> int:
 
 
 def _events(step: Callable[[], Any], folder: Path) -> list[dict[str, Any]]:
+    gc.collect()  # tensors of before that are freed meanwhile would hide what the step allocates
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         held = step()
     del held
