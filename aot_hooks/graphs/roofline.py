@@ -49,6 +49,8 @@ _FEW_DIGITS = ("aot_hooks.from_float8", "aot_hooks.unpack_int4")
 # counts, because a host that is about as fast as the device makes it wait: with 34 us the exact plan of a Llama took
 # 1.14 of stock's step where 1.06 was predicted, with 46 us 1.07 and 1.07.
 LAUNCH_MS, CALL_MS, COPY_MS = 0.046, 0.31, 0.34
+_MS_OF_COPIES = {"aot_hooks.offload_start": COPY_MS, "aot_hooks.reload_start": COPY_MS}
+_MS_OF_COPIES |= {"aot_hooks.offload_wait": 0.0, "aot_hooks.reload_wait": 0.0}
 # Constants, lookups and random numbers. Inductor has no kernel for them where all readers are fused: each reader's
 # kernel computes them.
 _IN_READERS = frozenset(
@@ -229,14 +231,14 @@ def _most_host_ms(memory: GraphMemory) -> float:
 
 
 def _host_ms(nodes: Sequence[Node], fused: bool, kernel_count: int) -> float:
+    """`host_ms` of `nodes`, if `kernel_count` fused kernels are among them."""
     total = LAUNCH_MS * kernel_count
     for node in nodes:
         if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
             continue
         packet = _packet_name(node)
         if packet.startswith("aot_hooks.") and not (fused and (is_loop(node) or reduces(node))):
-            waits = packet.endswith("_wait")
-            total += 0.0 if waits else COPY_MS if packet.endswith("load_start") else CALL_MS
+            total += _MS_OF_COPIES.get(packet, CALL_MS)
         elif not fused or not (_runs_fused(node, fuse_loops=True) or _in_readers(node)):
             total += LAUNCH_MS
     return total
