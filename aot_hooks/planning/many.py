@@ -489,7 +489,8 @@ class Group:
     def plan_or_accept(self, step: Step, trace: Trace, instants: Callable[..., list[Instant]]) -> None:
         """Accept a `step` that fits, or that no plan can make smaller; else have its graphs compiled again.
 
-        `instants` returns those of `trace`, see `instants_of`.
+        Where they can't be compiled again, the step is accepted with a warning. If Dynamo is only busy, a later step is
+        planned. `instants` returns those of `trace`, see `instants_of`.
         """
         taken = max(instant.nbytes(lambda version: version.nbytes) for instant in instants(lambda version: version))
         of_graphs = instants(lambda version: version.graph)
