@@ -202,13 +202,18 @@ def node_ms(
         if fuse_loops and is_attention(node) and (alone_ms := measured_ms(node)):
             found[node] = alone_ms
         elif has_formula(node):
-            operations = rate.operations if _reads_short_numbers(node) else rate.operations32
-            operations *= _SHARES.get(_name(node), _SUSTAINED if fuse_loops else 1.0)
-            sources = [target_name(producer(n)) for n in node.all_input_nodes]
-            if fuse_loops and values[0].is_cuda and any(source.startswith(_FEW_DIGITS) for source in sources):
-                operations /= 1 - SPARED
+            operations = _operation_rate(node, rate, in_step=fuse_loops, on_cuda=values[0].is_cuda)
             found[node] = max(found[node], 1e3 * _operation_count(node) / operations)
     return found
+
+
+def _operation_rate(node: Node, rate: Rates, *, in_step: bool, on_cuda: bool) -> float:
+    """Operations a second of a product; `in_step`: as it is seen in a step, not alone."""
+    operations = rate.operations if _reads_short_numbers(node) else rate.operations32
+    operations *= _SHARES.get(_name(node), _SUSTAINED if in_step else 1.0)
+    sources = (target_name(producer(n)) for n in node.all_input_nodes)
+    reads_few_digits = in_step and on_cuda and any(source.startswith(_FEW_DIGITS) for source in sources)
+    return operations / (1 - SPARED) if reads_few_digits else operations
 
 
 def host_ms(gm: GraphModule | GraphMemory, fused: bool) -> float:

@@ -553,14 +553,8 @@ def is_zero(value: Any) -> bool:
 
 
 # The arguments whose numbers, or sums of them, are the result. The others say which numbers come where.
-_MADE_OF = {
-    "aten.add.Tensor": (0, 1),
-    "aten.sub.Tensor": (0, 1),
-    "aten.where.self": (1, 2),
-    "aten.scatter.src": (0, 3),
-    "aten.scatter_add.default": (0, 3),
-    "aten.slice_scatter.default": (0, 1),
-}
+_MADE_OF = dict.fromkeys(("aten.add.Tensor", "aten.sub.Tensor", "aten.slice_scatter.default"), (0, 1))
+_MADE_OF |= {"aten.where.self": (1, 2), "aten.scatter.src": (0, 3), "aten.scatter_add.default": (0, 3)}
 _FILLED = {"aten.masked_fill.Scalar": 2, "aten.scatter.value": 3}  # the argument that is put into the first one
 
 

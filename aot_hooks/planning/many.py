@@ -540,8 +540,10 @@ class Group:
             self.accepted.clear()  # the next step is over what is left, and gets another plan
 
     def has_plan_for(self, instants: Sequence[Instant]) -> bool:
-        """Whether the graphs have been planned for a step of these instants, with as many bytes of gradients, and with
-        no more outputs that are free."""
+        """Whether the graphs have been planned for a step of these instants.
+
+        It must have had at least as many bytes of gradients, and outputs that free no more than these.
+        """
 
         def calls(instants: Sequence[Instant]) -> list[Any]:
             return [(instant.phase, instant.runs, instant.holding) for instant in instants]
