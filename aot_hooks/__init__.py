@@ -27,12 +27,11 @@ from .report.text import format_report, print_report
 from .settings.names import checkpoint_name
 from .steps.schedule import Transfer
 
-# fmt: off
-__all__ = [
-    "KEEP", "AotHooksError", "Decision", "Frontier", "GradientReport", "GradientRow", "Hook", "Plan", "Rates",
-    "SavedTensor", "Transfer", "bitmask", "budget", "cache_stats", "cast", "check_gradients", "checkpoint_name",
-    "disable", "enable", "errors", "float8", "format_report", "frontier", "int4", "int8", "last_plans", "load_plans",
-    "lossless", "offload", "offload_stats", "plan", "policies", "print_report", "reset", "save_plans",
-    "saved_tensors", "saved_tensors_hooks", "saved_tensors_policy",
-]
-# fmt: on
+# Hooks, policies and contexts.
+__all__ = ["KEEP", "Hook", "bitmask", "budget", "cast", "float8", "int4", "int8", "lossless", "offload", "policies"]
+__all__ += ["checkpoint_name", "disable", "enable", "saved_tensors_hooks", "saved_tensors_policy"]
+# Plans and reports.
+__all__ += ["Decision", "Plan", "Rates", "SavedTensor", "Transfer", "last_plans", "plan", "saved_tensors"]
+__all__ += ["Frontier", "GradientReport", "GradientRow", "check_gradients", "format_report", "frontier", "print_report"]
+# The state of the process, and its files.
+__all__ += ["AotHooksError", "cache_stats", "errors", "load_plans", "offload_stats", "reset", "save_plans"]

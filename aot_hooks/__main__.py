@@ -90,12 +90,9 @@ def env(options: argparse.Namespace) -> None:
     )
     shown = rows if options.symbols else [row for row in rows if row["status"] == "MISSING" and not options.short]
     if shown:
-        lines += ["private symbols:", *map(_symbol_line, shown)]
+        lines.append("private symbols:")
+        lines += [f"  {row['status']:7} {row['path']} ({row['package']}: {row['needed_for']})" for row in shown]
     print("\n".join(lines))
-
-
-def _symbol_line(row: dict[str, Any]) -> str:
-    return f"  {row['status']:7} {row['path']} ({row['package']}: {row['needed_for']})"
 
 
 def report(options: argparse.Namespace) -> None:

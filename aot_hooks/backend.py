@@ -43,6 +43,7 @@ from .partitioner import (
     PlanningPartition,
     Shared,
     in_parts,
+    is_nested,
     may_round,
     partition_without_hooks,
     partitioned_by,
@@ -192,11 +193,15 @@ def _compile_graph(
         with again:
             return _compile_as_stock(gm, inputs, options, patches, capture)
 
+    def compile_version(gm: GraphModule, setting: Setting | None, plans: list[Plan]) -> _Compiled:
+        """`gm` with `setting`, which a budget has made of that in `hooks`."""
+        return versions.compile(gm, dataclasses.replace(hooks, setting=setting), plans)
+
     versions = _Versions(inputs, mode, options, patches, capture, planner, left, roots(), listed is not None)
     graph = records.CompiledGraph()
     with again, autograd.covered_hooks(), recording() as seen:
         twin = None if limit is None else aot.twin(gm)
-        compiled = planner.compile(gm, graph.plans, partial(versions.compile_to, hooks))
+        compiled = planner.compile(gm, graph.plans, compile_version)
         plans = [*graph.plans, *planner.tight_plans]
         without = None if twin is None else _compiled_without(twin, versions, hooks, plans)
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
@@ -249,28 +254,23 @@ class _Versions:
     paths: Mapping[str, str]
     live: bool
 
-    def compile_to(
-        self, hooks: SettingsOfGraph, gm: GraphModule, setting: Setting | None, plans: list[Plan]
-    ) -> _Compiled:
-        """Compile `gm` once more, with `setting` in place of that in `hooks`. A budget has made it of that one."""
-        return self.compile(gm, dataclasses.replace(hooks, setting=setting), plans)
-
     def compile(
         self,
         gm: GraphModule,
         hooks: SettingsOfGraph,
         plans: list[Plan],
         *,
-        beside: SettingsOfGraph | None = None,
+        twin_of: SettingsOfGraph | None = None,
     ) -> _Compiled:
         """The version with `hooks`, from torch's cache if that has it. Its plans are appended to `plans`.
 
-        `beside`: it runs without hooks, beside the graph with these, and its backward may run several times.
+        `twin_of`: `gm` is the twin of the graph with these settings, to compare gradients with. Nothing of it is
+        captured, all is saved unpacked, and its backward may run several times.
         """
-        repeats = beside is not None
-        compilation = cudagraphs.compilation(self.capture) if self.capture is not None and not repeats else None
+        is_twin = twin_of is not None
+        compilation = cudagraphs.compilation(self.capture) if self.capture is not None and not is_twin else None
         donated: list[bool] = []
-        unpacked = NOTHING if repeats else self.unpacked
+        unpacked = NOTHING if is_twin else self.unpacked
         partition = PlanningPartition(
             hooks,
             self.options,
@@ -281,11 +281,11 @@ class _Versions:
             live=self.live,
             at_run_time=self.capture is None and not inductor.copies_are_static(self.patches),
             unpacked=unpacked,
-            beside=None if self.planner.has_budget else beside,
+            twin_of=None if self.planner.has_budget else twin_of,
         )
 
         def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
-            announced = _with_donations(compiling, donated, repeats=repeats)
+            announced = _with_donations(compiling, donated, repeats=is_twin)
             return _compile(gm, self.inputs, self.options, self.patches, compilation, partition, announced)
 
         if why := _why_not_stored(self.options, compilation, reported=self.live):
@@ -294,7 +294,7 @@ class _Versions:
             gm,
             self.inputs,
             hooks,
-            options=self._in_key(gm, compilation, unpacked, beside),
+            options=self._in_key(gm, compilation, unpacked, twin_of),
             roots=self.paths,
             plans=plans,
             compile_graph=compile_graph,
@@ -302,14 +302,14 @@ class _Versions:
         )
 
     def _in_key(
-        self, gm: GraphModule, compilation: Compilation | None, unpacked: Unpacked, beside: SettingsOfGraph | None
+        self, gm: GraphModule, compilation: Compilation | None, unpacked: Unpacked, twin_of: SettingsOfGraph | None
     ) -> dict[str, Any]:
         """What the compiled code depends on beside the graph and its settings."""
         in_key = _made_with(self.mode, self.options, self.patches) | self.planner.key()
         if compilation is not None:
             in_key["cudagraphs"] = compilation.key(gm)
-        if beside is not None:
-            in_key["check"] = "without hooks", *form_of(beside), may_round(beside)
+        if twin_of is not None:
+            in_key["check"] = "without hooks", *form_of(twin_of), may_round(twin_of)
         elif unpacked != NOTHING:
             in_key["check"] = unpacked
         return in_key
@@ -367,16 +367,16 @@ def _compiled_without(
     if not any(d.hook is not KEEP for plan in plans for d in plan.decisions):
         return None
     if why := first_step.why_not(gm):
-        first_step.not_compared(why)
+        first_step.warn_not_compared(why)
         return None
     found: dict[str, Any] = {"plans": plans, "names": dynamo.names_of_inputs(gm), "written": set(aot.written_inputs())}
     plans_without: list[Plan] = []
     keep = SettingsOfGraph(Setting(KEEP, SCOPE), dict.fromkeys(hooks.regions, Setting(KEEP, SCOPE)))
     try:
         with aot.second_compilation():
-            run = versions.compile(gm, keep, plans_without, beside=hooks)
+            run = versions.compile(gm, keep, plans_without, twin_of=hooks)
     except RuntimeError as e:  # the graph with hooks is fine
-        first_step.not_compared(f"it can't be compiled without hooks ({type(e).__name__}: {e})")
+        first_step.warn_not_compared(f"it can't be compiled without hooks ({type(e).__name__}: {e})")
         return None
     if not plans_without:
         return None
@@ -540,6 +540,8 @@ def plan_graph(
     shared = Shared(options.inner == "inductor")
 
     def explored(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        """`planned`, which then passes the plan to `explore`. A nested region is planned with the graph around it."""
+
         def plan_with(rule: Budget) -> Plan:
             found: list[Plan] = []
             own = dataclasses.replace(options, policy=rule)
@@ -548,7 +550,7 @@ def plan_graph(
             return found[-1]
 
         graphs = planned(joint, joint_inputs, **kwargs)
-        if explore is not None and joint_inputs != []:  # no nested compiled region
+        if explore is not None and not is_nested(joint_inputs):
             explore(plans[-1], plan_with)
         return graphs
 

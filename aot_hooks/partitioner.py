@@ -117,7 +117,7 @@ class PlanningPartition:
         live: plans have the bytes alive along both graphs, before and after the rewrite.
         at_run_time: the host runs each kernel, so `offload` decides then what it sends; a budget has decided already.
         unpacked: saved tensors that stay as they are; a budget rounds none of them.
-        beside: save what a graph with hooks of these settings saves, to compare with it.
+        twin_of: save what a graph with hooks of these settings saves, to compare with it.
         shared: with plans of other budgets for the same graph; None: with none.
     """
 
@@ -131,16 +131,16 @@ class PlanningPartition:
     live: bool
     at_run_time: bool = False
     unpacked: Unpacked = NOTHING
-    beside: SettingsOfGraph | None = None
+    twin_of: SettingsOfGraph | None = None
     shared: Shared | None = None
 
     def __call__(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> _Pair:
         """The forward and the backward of `joint`, with hooks; arguments as of torch's partition functions."""
         carry_names(joint.graph)
-        apart = bool(self.hooks.regions) and repeats_across_regions(joint.graph)
-        nested = joint_inputs == []  # a nested compiled region
+        keeps_repeats = bool(self.hooks.regions) and repeats_across_regions(joint.graph)
+        nested = is_nested(joint_inputs)
         notes: list[RegionRow] = []
-        hooks = self.beside or self.hooks
+        hooks = self.twin_of or self.hooks
         if any(setting.rule is not KEEP for setting in hooks.settings):  # else all is as torch has it
             rounding = may_round(hooks)
             gather_gradients(joint, sums=rounding)
@@ -155,7 +155,8 @@ class PlanningPartition:
             # torch doesn't say which inputs are parameters, and the graph around it decides
             static = tuple(range(len(joint.graph.find_nodes(op="placeholder"))))
         shared = self.shared or Shared(self.options.inner == "inductor")
-        one = _Partitioning(self, joint, joint_inputs, kwargs, nested, apart, static, notes, shared, len(self.donated))
+        number = len(self.donated)
+        one = _Partitioning(self, joint, joint_inputs, kwargs, nested, keeps_repeats, static, notes, shared, number)
         return _with_room(one.within_budget if one.has_budget else one.with_hooks)
 
 
@@ -168,7 +169,7 @@ class _Partitioning:
         joint: in chunks and tiles, if the options say so. A budget may take another one with more of them.
         joint_inputs, kwargs: of the call.
         nested: `joint` is a nested compiled region, which is partitioned before the graph around it.
-        apart: regions compute the same thing under different settings, so nothing that repeats is merged.
+        keeps_repeats: regions compute the same thing under different settings, so nothing that repeats is merged.
         static: the inputs that are parameters or buffers, by index.
         notes: what was done with the last layers and with parts of layers, or why not.
         number: the position of this graph in `asked.donated`.
@@ -179,7 +180,7 @@ class _Partitioning:
     joint_inputs: Any
     kwargs: Mapping[str, Any]
     nested: bool
-    apart: bool
+    keeps_repeats: bool
     static: tuple[int, ...]
     notes: list[RegionRow]
     shared: Shared
@@ -231,7 +232,7 @@ class _Partitioning:
         so what torch would do is read off it, to compare with.
         """
         is_first = gm not in self.shared.stocks
-        merges = not self.apart and is_first  # the first split has merged what repeats in `gm` itself
+        merges = not self.keeps_repeats and is_first  # the first split has merged what repeats in `gm` itself
         min_cut = partial(aot.min_cut_partition, gm, self.joint_inputs, draws, merge_repeats=merges, **self.kwargs)
         fw, bw = partitioned(gm, min_cut, self.num_fwd_outputs, self.state)
         if self.has_budget:  # a sum takes no more bytes than its terms, and less time in the backward
@@ -243,7 +244,7 @@ class _Partitioning:
         ms = 0.0
         if is_first and (self.asked.live or self.has_budget):
             live = live_bytes(fw, bw, fused=self.fused, **self.outputs)
-        if is_first and self.asked.beside is None:
+        if is_first and self.asked.twin_of is None:
             ms = predicted_ms(fw, bw, self.fused, launched=self.asked.at_run_time)
         casts = self._recast(fw, bw)
         self.shared.stocks.setdefault(gm, _Stock(live, ms, casts, donating))
@@ -273,7 +274,7 @@ class _Partitioning:
             packs_early=packs_early,
             at_run_time=asked.at_run_time,
             unpacked=asked.unpacked if trace is None else NOTHING,  # a budget has heeded it
-            as_if=None if asked.beside is None else form_of(asked.beside),
+            as_if=None if asked.twin_of is None else form_of(asked.twin_of),
         )
         settings = SettingsOfGraph(setting, self.hooks.regions)
         parameters = () if self.nested else parameters_of(fw, self.static, asked.parameters)
@@ -297,7 +298,7 @@ class _Partitioning:
         plan = with_casts(self.rewritten(fw, bw, self.hooks.setting), self.shared.stocks[self.joint].casts)
         if self.fused and self.asked.options.recompute_pointwise and self.hooks.settings:
             split_and_hold(fw, bw, **self.outputs)
-        if self.asked.live or self.asked.beside is None:
+        if self.asked.live or self.asked.twin_of is None:
             plan = self._compared(fw, bw, plan)
         return self._finished(fw, bw, dataclasses.replace(plan, **_rows(self.notes)))
 
@@ -320,12 +321,14 @@ class _Partitioning:
         setting: Any = self.hooks.setting
         with without_collections():
             chosen = [name for name in (CHUNK, TILE) if getattr(self.asked.options, name)]
-            ways = self.within, self.form_without_hooks, self.ms_of_nodes
+            ways = self.planned, self.form_without_hooks, self.ms_of_nodes
             fw, bw, plan = with_chunks(setting.rule, self.joint, *ways, chosen, self.shared.forms)
             plan = dataclasses.replace(plan, **_rows([*self.notes, *plan.chunked, *plan.tiled]))
         return self._finished(fw, bw, plan)
 
-    def within(self, gm: GraphModule, lenient: bool, follows: bool | None = None, has_tighter: bool = False) -> Planned:
+    def planned(
+        self, gm: GraphModule, lenient: bool, follows: bool | None = None, has_tighter: bool = False
+    ) -> Planned:
         """`gm`, one form of the joint graph, as the budget plans it; arguments as of `partition_within`."""
         found = Planner.partition(self.joint_of(gm), lenient=lenient, follows=follows, has_tighter=has_tighter)
         plan = with_casts(with_reasons(found.plan, self.asked.unpacked), self.shared.stocks[gm].casts)
@@ -364,6 +367,11 @@ class _Partitioning:
         return sum(node_ms(gm, measured_rates, self.fused, fuse_loops=True).values())
 
 
+def is_nested(joint_inputs: Any) -> bool:
+    """Whether AOTAutograd partitions a nested compiled region, for which it passes no inputs."""
+    return bool(joint_inputs == [])
+
+
 def may_round(settings: SettingsOfGraph) -> bool:
     """Whether a hook of `settings` says that it may round a saved tensor."""
     return any(_may_round(setting.rule) for setting in settings.settings)
@@ -389,7 +397,7 @@ def partition_without_hooks(
 def _mended(
     partition: Callable[..., _Pair], options: Options, joint: GraphModule, joint_inputs: Any, **kwargs: Any
 ) -> _Pair:
-    if joint_inputs != []:  # no nested compiled region
+    if not is_nested(joint_inputs):
         joint = in_parts(options, joint)
     return finished(*partitioned(joint, lambda: partition(joint, joint_inputs, **kwargs), kwargs["num_fwd_outputs"]))
 

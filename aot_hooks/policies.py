@@ -29,13 +29,8 @@ from .hook import KEEP, Hook
 from .settings.operators import operator_key, same_operator
 from .settings.setting import POLICY_KEEPS, Policy, check_rule, choose, looks_at_modules, reason_to_keep, reason_to_pack
 
-# fmt: off
-__all__ = [
-    "everything", "first_match", "larger_than", "only_these_dtypes", "only_these_modules", "only_these_names",
-    "only_these_ops",
-]
-# fmt: on
-
+__all__ = ["everything", "first_match", "larger_than"]
+__all__ += ["only_these_dtypes", "only_these_modules", "only_these_names", "only_these_ops"]
 Rule: TypeAlias = Hook | Policy
 
 
@@ -220,25 +215,29 @@ class _Kind(NamedTuple):
     fits: Callable[[Any, Any], bool] = operator.eq  # key, value
 
 
-# fmt: off
 _KINDS = {
-    "only_these_ops": _Kind(
-        "operator", "an operator", lambda key: True, lambda saved: (saved.op,), same_operator  # `operator_key` checks
-    ),
+    # `operator_key` has checked the key
+    "only_these_ops": _Kind("operator", "an operator", lambda key: True, lambda saved: (saved.op,), same_operator),
     "only_these_modules": _Kind(
-        "in module", "a module's path such as 'layers.*.mlp'",
-        lambda key: isinstance(key, str) and "" not in key.split("."), lambda saved: (saved.module_path,), _covers
+        "in module",
+        "a module's path such as 'layers.*.mlp'",
+        lambda key: isinstance(key, str) and "" not in key.split("."),
+        lambda saved: (saved.module_path,),
+        _covers,
     ),
     "only_these_names": _Kind(
-        "named", "a name as a string",
-        lambda key: isinstance(key, str) and key != "", lambda saved: saved.checkpoint_names
+        "named",
+        "a name as a string",
+        lambda key: isinstance(key, str) and key != "",
+        lambda saved: saved.checkpoint_names,
     ),
     "only_these_dtypes": _Kind(
-        "dtype", "a torch.dtype such as torch.float32",
-        lambda key: isinstance(key, torch.dtype), lambda saved: (saved.dtype,)
+        "dtype",
+        "a torch.dtype such as torch.float32",
+        lambda key: isinstance(key, torch.dtype),
+        lambda saved: (saved.dtype,),
     ),
 }
-# fmt: on
 
 
 @dataclass(frozen=True, repr=False)

@@ -88,7 +88,7 @@ class _Use:
 
 
 _uses: dict[str, _Use] = {}  # by the setting's text
-_ended: set[str] = set()  # texts of settings whose contexts are no longer examined when they end
+_examined: set[str] = set()  # texts of settings whose contexts need no examination when they end
 _warned: set[tuple[str, str]] = set()
 _lock = threading.Lock()
 
@@ -118,7 +118,7 @@ def compiled(settings: Iterable[Setting], plans: Sequence[Plan], checkpointed: i
         for setting in settings:
             use = _uses.setdefault(setting.text, _Use(setting, list(keys_in(setting.rule))))
             # contexts have what the user said, graphs what they get of it
-            _ended.add(Setting(getattr(setting.rule, "asked", setting.rule)).text)
+            _examined.add(Setting(getattr(setting.rule, "asked", setting.rule)).text)
             use.checkpointed += checkpointed
             use.sends |= any(plan.transfers for plan in plans)
             for d in decisions:
@@ -149,10 +149,7 @@ def warning_if_unused(run: Callable[..., Any], suspects: list[Setting]) -> Calla
 
 
 def _warn_of(suspects: list[Setting]) -> None:
-    """Warn of each of `suspects` that has packed nothing so far, and of each key that has matched nothing.
-
-    Say of the others what checkpoints take from them.
-    """
+    """Warn of each of `suspects`: it has packed nothing, or little beside checkpoints, or a key has matched nothing."""
     for setting in suspects:
         use = _uses.get(setting.text)
         if use is None:
@@ -161,21 +158,23 @@ def _warn_of(suspects: list[Setting]) -> None:
         if use.packed_nothing and not use.unmatched and not decided_later:
             reasons = collections.Counter(d.reason for d in use.kept).most_common(3)
             why = "; ".join(f"{count} {reason}" for reason, count in reasons)
-            packed_none = (
-                f"{use.setting.title} packed none of the {len(use.kept)} tensors that graphs save for backward"
-            )
             if use.checkpointed:
-                _warn(
-                    (setting.text, "packed"),
-                    f"{packed_none} under it: torch.utils.checkpoint inside of the compiled function has the others "
-                    f"computed again, so they are not saved ({why}). {_INSTEAD_OF_CHECKPOINTING}",
+                rest = (
+                    ": torch.utils.checkpoint inside of the compiled function has the others "
+                    f"computed again, so they are not saved ({why}). {_INSTEAD_OF_CHECKPOINTING}"
                 )
-                continue
+            else:
+                rest = (
+                    f" ({why}). Use a hook or policy that takes them, or another scope; "
+                    "aot_hooks.print_report(aot_hooks.last_plans(compiled)) shows each"
+                )
             _warn(
                 (setting.text, "packed"),
-                f"{packed_none} under it ({why}). Use a hook or policy that takes them, or another scope; "
-                "aot_hooks.print_report(aot_hooks.last_plans(compiled)) shows each",
+                f"{use.setting.title} packed none of the {len(use.kept)} tensors that graphs save for backward under "
+                f"it{rest}",
             )
+            if use.checkpointed:
+                continue
         elif use.only_beside_checkpoints and not use.unmatched:
             _warn(
                 (setting.text, "checkpoints"),
@@ -210,12 +209,12 @@ def compiled_in_place(module: torch.nn.Module) -> None:
 
 def is_suspect(setting: Setting) -> bool:
     """Whether a context of `setting` that ends now is to be passed to `context_left`."""
-    return setting.text not in _ended and torch.is_grad_enabled()
+    return setting.text not in _examined and torch.is_grad_enabled()
 
 
 def context_left(setting: Setting, before: int) -> None:
     """Warn if the first context of `setting` that ends had no effect; `before` is `saved_count` on its entry."""
-    _ended.add(setting.text)
+    _examined.add(setting.text)
     if setting.rule == KEEP or sys.exc_info()[0] is not None:
         return
     if saves_of_thread.saved_count == before:
@@ -236,8 +235,8 @@ def context_left(setting: Setting, before: int) -> None:
 
 def traced(setting: Setting) -> None:
     """Warn if AOTAutograd calls the hooks of `setting` while it traces a graph for another backend."""
-    if setting.text not in _ended and aot.inlines_hooks() and setting.rule != KEEP:
-        _ended.add(setting.text)
+    if setting.text not in _examined and aot.inlines_hooks() and setting.rule != KEEP:
+        _examined.add(setting.text)
         _warn(
             (setting.text, "context"),
             f"a context of {setting.title} is around a function that another backend compiles: nothing that its "

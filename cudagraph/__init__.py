@@ -28,12 +28,13 @@ from .tree.dispatch import mark_step_begin
 if TYPE_CHECKING:
     from .compile.inductor_policy import Policy
 
-__all__ = [
-    "Blocker", "Capture", "CudaGraphError", "ExplainedPart", "Explanation", "NotCapturableError", "OptionError",
-    "Options", "PlaceholderInfo", "Policy", "RanksError", "StaleOutputError", "StepExplanation",
-    "UnsupportedTorchError", "Wait", "capturing", "cudagraph_tree", "explain", "mark_step_begin", "placeholder_info",
-    "register_host_operator", "reset", "stats", "whole_step",
-]  # fmt: skip
+# What users call.
+__all__ = ["Options", "Policy", "cudagraph_tree", "explain", "mark_step_begin", "reset", "stats", "whole_step"]
+__all__ += ["Capture", "capturing", "placeholder_info", "register_host_operator"]
+# What they get.
+__all__ += ["Blocker", "ExplainedPart", "Explanation", "PlaceholderInfo", "StepExplanation", "Wait"]
+__all__ += ["CudaGraphError", "NotCapturableError", "OptionError", "RanksError", "StaleOutputError"]
+__all__ += ["UnsupportedTorchError"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-COUNTERS = (
-    "warmups", "recordings", "rerecordings", "replays", "copies", "skips", "given_up", "partitions", "held_outputs",
-)  # fmt: skip
-
+COUNTERS = "warmups recordings rerecordings replays copies skips given_up partitions held_outputs".split()
 counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
 
 

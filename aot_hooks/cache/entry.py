@@ -70,20 +70,21 @@ class _Stored:
 def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[Place]]) -> bytes:
     """The plans of one compilation as bytes. `places` gives module and line of each node of Dynamo's graph."""
     found = list(places())
-    columns: list[list[Any]] = [found, [module for module, _ in found], [line for _, line in found]]
-    both, modules, lines = map(_first_positions, columns)
+    place_at: dict[Any, int] = _first_positions(found)
+    module_at: dict[Any, int] = _first_positions(module for module, _ in found)
+    line_at: dict[Any, int] = _first_positions(line for _, line in found)
     numbers = _first_positions(setting and setting.key for setting in check.key.settings)
     numbered = _renaming({name: f"size{i}" for i, name in enumerate(check.key.sizes)})
 
     def stored(d: Decision) -> _StoredDecision:
         row = d.saved
-        at = both.get((row.module_path, row.source_line))
+        at = place_at.get((row.module_path, row.source_line))  # else of two nodes: one for the module, one for the line
         chosen_by = tuple(numbers[key] for key in d.settings)
         nameless = dataclasses.replace(row, shape=numbered(row.shape), module_path="", source_line="")
         return _StoredDecision(
             dataclasses.replace(d, saved=nameless, hook=KEEP, settings=()),
-            module_at=modules.get(row.module_path) if at is None else at,
-            line_at=lines.get(row.source_line) if at is None else at,
+            module_at=module_at.get(row.module_path) if at is None else at,
+            line_at=line_at.get(row.source_line) if at is None else at,
             chosen_by=chosen_by,
             hook=check.stored_hook(d.hook, row, chosen_by),
             choices=check.choices(row, chosen_by),

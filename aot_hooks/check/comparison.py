@@ -95,30 +95,29 @@ def deviations(
     found: Sequence[torch.Tensor | None],
     dtypes: Iterable[torch.dtype] = (),
 ) -> list[Deviation]:
-    """The errors of the gradients `found`, beside those `without` hooks; no gradient counts as zeros.
+    """The errors of the gradients `found`, beside those `without` hooks. A missing gradient counts as zeros.
 
     Args:
         names: of each gradient, and whether it is a leaf's.
         dtypes: in which the step computes, beside those of the gradients: under autocast these are wider.
     """
     smallest = max((_VANISHING.get(dtype, 0.0) for dtype in dtypes), default=0.0)
-    both = [each for each in zip(names, without, found, strict=True) if each[1] is not None or each[2] is not None]
-    sums = [_squares(g0, g) for _, g0, g in both]
-    numbers = [each.tolist() for each in sums]
-    return [
-        Deviation(name, is_leaf, max(smallest, _VANISHING.get((g if g0 is None else g0).dtype, 0.0)), *pair)  # type: ignore[union-attr]
-        for ((name, is_leaf), g0, g), pair in zip(both, numbers, strict=True)
-    ]
+    launched: list[tuple[str, bool, float, torch.Tensor]] = []  # all are launched before the host reads the first
+    for (name, is_leaf), g0, g in zip(names, without, found, strict=True):
+        if (either := g if g0 is None else g0) is not None:
+            vanishing = max(smallest, _VANISHING.get(either.dtype, 0.0))
+            launched.append((name, is_leaf, vanishing, _squares(g0, g)))
+    return [Deviation(name, is_leaf, least, *squares.tolist()) for name, is_leaf, least, squares in launched]
 
 
 @torch.no_grad()
 def _squares(without: torch.Tensor | None, found: torch.Tensor | None) -> torch.Tensor:
     """f64[2]: squares of the norm of `without`, and of that of the difference."""
-    one = without if without is not None else found
-    assert one is not None
-    pairs = zip(_pieces(one, without), _pieces(one, found), strict=True)
-    both = [torch.stack([_square(a), _square(b - a)]) for a, b in pairs]
-    return torch.stack(both).sum(0) if both else torch.zeros(2, dtype=torch.float64)
+    either = without if without is not None else found
+    assert either is not None
+    pairs = zip(_pieces(either, without), _pieces(either, found), strict=True)
+    squares = [torch.stack([_square(a), _square(b - a)]) for a, b in pairs]
+    return torch.stack(squares).sum(0) if squares else torch.zeros(2, dtype=torch.float64)
 
 
 def _pieces(like: torch.Tensor, gradient: torch.Tensor | None) -> Iterable[torch.Tensor]:

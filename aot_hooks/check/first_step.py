@@ -75,7 +75,7 @@ def why_not(gm: GraphModule) -> str:
     return ""
 
 
-def not_compared(why: str) -> None:
+def warn_not_compared(why: str) -> None:
     """Warn that a graph is not compared."""
     warn_user(
         f"aot_hooks: check: gradients of a compiled function are not compared with those without hooks: {why}. "
@@ -125,16 +125,16 @@ class Checked:
             return self.without[0](*args)
         if self.done or not torch.is_grad_enabled():
             return run(*args)
-        if any(isinstance(a, torch.Tensor) and torch_values.is_traced_value(a) for a in args):  # while DDP's are cut
-            return run(*args)
+        if any(isinstance(a, torch.Tensor) and torch_values.is_traced_value(a) for a in args):
+            return run(*args)  # torch traces the parts into which it has cut the graph for DDP
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return run(*args)
-        call = _Call.before(self, args)
+        call = _Call.begin(self, args)
         outputs = run(*args)
         if (node := autograd.node_behind(outputs)) is not None:
-            call.after(outputs)
+            call.note_forward(outputs)
             call.names = [call._label(edge) for edge, _ in node.next_functions]
-            node.register_hook(functools.partial(_has_run, call))  # without the node, which would hold itself
+            node.register_hook(functools.partial(_compare_backward, call))  # without the node, which would hold itself
         return outputs
 
     def leave(self, causes: Causes, error: Error) -> None:
@@ -172,7 +172,8 @@ class _Call:
     problem: str = ""  # why it can't be compared
 
     @staticmethod
-    def before(checked: Checked, args: Sequence[Any]) -> _Call:
+    def begin(checked: Checked, args: Sequence[Any]) -> _Call:
+        """A call that is about to run its forward on `args`."""
         tensors = (a for a in args if isinstance(a, torch.Tensor) and a.device.type == "cuda")
         devices = tuple(dict.fromkeys(t.device for t in tensors))
         named = {id(p): name for module in running_modules()[:1] for name, p in module.named_parameters()}
@@ -182,8 +183,8 @@ class _Call:
         needs = [isinstance(a, torch.Tensor) and a.requires_grad for a in args]
         return _Call(checked, copied, needs, labels, [_version(a) for a in args], _RandomState.now(devices))
 
-    def after(self, outputs: Any) -> None:
-        """Note what the forward has left."""
+    def note_forward(self, outputs: Any) -> None:
+        """Note, after the forward: inputs that it wrote to, random states, and samples of its `outputs`."""
         now = [_version(a) for a in self.args]
         changed = {i for i, v in enumerate(now) if i not in self.checked.written and v != self.versions[i]}
         if changed:  # the next call copies it
@@ -232,11 +233,11 @@ class _Call:
         """
         with self.random.restored(), torch.enable_grad():
             with self.run_without(lambda _: None) as (outputs, backward):
-                another = _difference(self.samples, _samples(outputs))
+                difference = _difference(self.samples, _samples(outputs))
                 after = self.random_after
-                repeated = (after is not None and after.is_now()) or another < _SAME
-                if repeated and another > _ANOTHER:
-                    raise RuntimeError(f"its outputs differ from call to call, by {another:.2g}")
+                repeated = (after is not None and after.is_now()) or difference < _SAME
+                if repeated and difference > _ANOTHER:
+                    raise RuntimeError(f"its outputs differ from call to call, by {difference:.2g}")
                 without = backward(incoming, keep=False)
                 del outputs, backward
             kinds = rounded_kinds(self.checked.plans, self.checked.without[1])
@@ -246,7 +247,7 @@ class _Call:
             error = Error.of(errors)
             if not error.above(self.checked.limit):
                 return errors, None, None
-            if self.checked.failed:  # another call has: the causes are known, and only this call's gradients are taken
+            if self.checked.failed:  # another call was above the limit: the causes are known
                 return errors, without if repeated else None, None
             causes = self._causes(kinds, without, incoming, error)
         return errors, without if repeated else None, _Wrong(self.checked, error, causes, repeated)
@@ -262,8 +263,8 @@ class _Call:
     def _causes(
         self, kinds: dict[Kind, Kinds], without: Sequence[Any], incoming: Sequence[Any], error: Error
     ) -> Causes:
-        rounded: dict[int, Hook] = {}
-        with self.random.restored(), self.run_without(lambda i: rounded.get(i)) as (_, backward):
+        rounded: dict[int, Hook] = {}  # by position; set before each backward
+        with self.random.restored(), self.run_without(rounded.get) as (_, backward):
 
             def error_with(some: Collection[Kind]) -> Error:
                 rounded.clear()
@@ -286,8 +287,11 @@ class _Wrong:
 
 
 @dynamo.untraced  # a backward may run where Dynamo compiles each function that is called
-def _has_run(call: _Call, found: Sequence[Any], incoming: Sequence[Any]) -> Any:
-    """The hook of autograd behind the backward of a checked call. Returns gradients to take in place of those found."""
+def _compare_backward(call: _Call, found: Sequence[Any], incoming: Sequence[Any]) -> Any:
+    """Autograd calls it after the backward of `call`, with the gradients `found` and those that came in.
+
+    Returns gradients to take in place of those found; None to keep them.
+    """
     if (call.checked.done and not call.checked.failed) or not call.args:
         return None
     this = _Pass.running()
@@ -315,6 +319,7 @@ def _has_run(call: _Call, found: Sequence[Any], incoming: Sequence[Any]) -> Any:
 
 
 def _why_not_now(call: _Call) -> str:
+    """Why `call` can't be compared in the backward that runs; "" if it can."""
     if torch.is_grad_enabled():
         return "the backward makes a graph (create_graph=True)"
     if autograd.in_compiled_autograd():
@@ -344,6 +349,7 @@ class _Pass:
             return found
 
     def ended(self) -> None:
+        """Log or warn of the pass, and have functions compiled again whose gradients are above the limit."""
         for checked in self.seen:
             checked.done = True
         if self.problems:

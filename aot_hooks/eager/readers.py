@@ -156,23 +156,23 @@ def _read(node: Any, *, runs: bool = False) -> None:
     packed = autograd.packed_by(node)
     if any(isinstance(each, Saved) and each.reading is None for each in packed.values()):
         readings = _readings(node, packed, runs)
-        for name, each in packed.items():
+        for key, each in packed.items():
             if isinstance(each, Saved) and each.reading is None:
-                is_input = name.startswith("_raw_saved_input.")
-                groups = groups_read_by(node, each.value.shape) if is_input else None
-                each.reading = replace(readings[name], groups=groups)
+                groups = groups_read_by(node, each.value.shape) if key[0] == autograd.INPUT else None
+                each.reading = replace(readings[key], groups=groups)
 
 
-_known: dict[Any, dict[str, Reading]] = {}
+_Key = tuple[str, int]  # the attribute of a node for a saved tensor, and the position in it
+_known: dict[Any, dict[_Key, Reading]] = {}
 
 
-def _readings(node: Any, packed: Mapping[str, Any], runs: bool) -> dict[str, Reading]:
-    """How the backward of `node` reads each tensor that it has saved, by the names in `packed`.
+def _readings(node: Any, packed: Mapping[_Key, Any], runs: bool) -> dict[_Key, Reading]:
+    """How the backward of `node` reads each tensor that it has saved, by the keys of `packed`.
 
     Found once for each kind of node by tracing its backward on fake tensors. A node that `runs` can't be traced, so
     its reads are unknown unless another of its kind was traced before.
 
-    `packed`: what our pack hook returned for each of these tensors, by the name of the node's attribute.
+    `packed`: what our pack hook returned for each of these tensors, see `autograd.packed_by`.
     """
     unknown = dict.fromkeys(packed, _unknown(node))
     if autograd.is_python_node(node):
@@ -197,33 +197,33 @@ def _unknown(node: Any) -> Reading:
     return Reading(reads=(Read("unknown", operator_behind(node.name())),))
 
 
-def _kind(node: Any, packed: Mapping[str, Any]) -> Any:
+def _kind(node: Any, packed: Mapping[_Key, Any]) -> Any:
     """What the readings of `node` depend on."""
-    tensors = [(name, value.shape, value.dtype, value.device) for name, value in _values(packed)]
-    tensors += [(str(i), r.shape, r.dtype, r.device) for i, r in enumerate(autograd.results_of(node))]
+    tensors: list[Any] = [(key, value.shape, value.dtype, value.device) for key, value in _values(packed)]
+    tensors += [(i, r.shape, r.dtype, r.device) for i, r in enumerate(autograd.results_of(node))]
     counts = [torch.Size(shape).numel() for _, shape, _, _ in tensors]
     largest = max(counts)
     sizes = tuple((n == 1, n == largest, n * _SMALL < largest) for n in counts)
-    kinds = tuple((name, len(shape), dtype, device.type) for name, shape, dtype, device in tensors)
+    kinds = tuple((key, len(shape), dtype, device.type) for key, shape, dtype, device in tensors)
     edges = tuple(before is not None for before, _ in node.next_functions)
     return node.name(), autograd.plain_values(node), kinds, sizes, edges
 
 
-def _values(packed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The names in `packed`, each with its `EagerValue`."""
-    for name, each in packed.items():
-        yield name, each.value if isinstance(each, Saved) else each
+def _values(packed: Mapping[_Key, Any]) -> Iterator[tuple[_Key, Any]]:
+    """The keys of `packed`, each with its `EagerValue`."""
+    for key, each in packed.items():
+        yield key, each.value if isinstance(each, Saved) else each
 
 
-def _trace(node: Any, packed: Mapping[str, Any]) -> dict[str, Reading]:
+def _trace(node: Any, packed: Mapping[_Key, Any]) -> dict[_Key, Reading]:
     """How the backward of `node` reads each tensor of `packed`, from its graph."""
     numbers = {id(each): i for i, each in enumerate(packed.values())}  # of the same one twice, the last
     results = autograd.results_of(node)
     if operator_behind(node.name()) in _ONE_RESULT:
         results = [results[0], *(None for _ in results[1:])]
 
-    # the backward of `node`, in which each of our unpack hooks returns one of `tensors`
     def run(tensors: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The backward of `node`, in which each of our unpack hooks returns one of `tensors`, see `fake_of`."""
         _local.fakes = {number: tensors[i] for number, i in numbers.items()}
         try:
             found = autograd.call_without_hooks(node, gradients)
@@ -244,10 +244,10 @@ def _trace(node: Any, packed: Mapping[str, Any]) -> dict[str, Reading]:
     inputs = graph.graph.find_nodes(op="placeholder")[: len(tensors)]
     reads = BackwardReads(None, graph, [(n, n) for n in inputs])
     found = {}
-    for name, each in packed.items():
+    for key, each in packed.items():
         n = inputs[numbers[id(each)]]
         tests = tests_of(n)
-        # what an operator asks beside numbers that it reads can't be answered apart from them
+        # an operator that also reads numbers gets no answers: it needs the tensor itself
         others = {replace(f.read, answered=False): None for f in reads.of(n)} if tests is None else ()
-        found[name] = Reading(tests, tuple(others))
+        found[key] = Reading(tests, tuple(others))
     return found

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -213,20 +213,25 @@ class BackwardReads:
             smooth = cast("float", user.args[1]) >= 1
         else:
             smooth = positions != [] and set(positions) <= smooth_row(user).keys()
-        if smooth and (self._is_broadcast(value, user) or self._is_divided(user)):
-            return "singular"
-        again = user not in self.of_tangents
-        if smooth and again and may_cancel(user):
-            return "singular"
-        if smooth and not again and set(positions) & set(tables.ADDENDS.get(name, ())):
-            return "singular"
-        if smooth and (made := self.forward_node_of.get(value)) is not None and (solves(made) or chooses(made)):
-            return "singular"
         if smooth:
-            saturates = again and self._elementwise.saturates(user, value) and self._reads_numbers_of(user)
-            return "small" if saturates or self._meets_its_slope(value, user) else "smooth"
+            return self._kind_of_smooth(value, user, positions)
         plain = name.split(".")[1] if name.count(".") == 2 else name
         return "decision" if plain in tables.DECIDES else "singular" if plain in tables.SINGULAR else "unknown"
+
+    def _kind_of_smooth(self, value: Node, user: Node, positions: Sequence[int]) -> str:
+        """The kind of a read that is smooth by the tables: "singular" where what is around it makes the error large."""
+        is_recomputed = user not in self.of_tangents
+        made = self.forward_node_of.get(value)
+        if (
+            self._is_broadcast(value, user)
+            or self._is_divided(user)
+            or (is_recomputed and may_cancel(user))
+            or (not is_recomputed and not set(positions).isdisjoint(tables.ADDENDS.get(target_name(user), ())))
+            or (made is not None and (solves(made) or chooses(made)))
+        ):
+            return "singular"
+        saturates = is_recomputed and self._elementwise.saturates(user, value) and self._reads_numbers_of(user)
+        return "small" if saturates or self._meets_its_slope(value, user) else "smooth"
 
     def _is_of_an_activation(self, value: Node, user: Node) -> bool:
         """Whether `user` reads `value` for an activation by hand: GELU by `erf`, or a sigmoid times its input."""
@@ -277,9 +282,10 @@ class BackwardReads:
         """`user`, and what reads the gradient that it makes, as it is or moved to other places."""
 
         def next_of(node: Node) -> Iterable[Node]:
+            if node is user:
+                return node.users if user in self.of_tangents else ()
             by_number = target_name(node) in tables.OF_NUMBERS and not isinstance(node.args[1], Node)
-            moves = user in self.of_tangents if node is user else by_number or target_name(node) in tables.LOCAL
-            return node.users if moves else ()
+            return node.users if by_number or target_name(node) in tables.LOCAL else ()
 
         return iter(nearest_first([user], next_of))
 

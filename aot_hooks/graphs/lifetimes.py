@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -169,6 +169,14 @@ def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
     return dict(zip(nodes, alive, strict=True))
 
 
+class Begin(NamedTuple):
+    """Where the life of a storage begins."""
+
+    position: int
+    nbytes: int
+    node: Node  # the first one that has the storage
+
+
 def alive_along(
     nodes: Sequence[Node],
     counted: Collection[Any],
@@ -189,27 +197,25 @@ def alive_along(
     first, last = lifetimes(
         nodes, counted, to_end=to_end, last_reader=last_reader, nbytes=nbytes, kernels=kernels, key_of=key_of
     )
-    over = {} if kernels is None else dict(kernels.reuses(first, last))
-    for key, taken in (over | _sums_in_place(nodes, first, last)).items():
-        last[taken] = first[key][0] - 1
+    reused = {} if kernels is None else kernels.reuses(first, last)
+    for key, taken in (reused | _sums_in_place(nodes, first, last)).items():
+        last[taken] = first[key].position - 1
     change = [0] * (len(nodes) + 2)
-    for key, (start, count, _) in first.items():
-        change[start] += count
-        change[last[key] + 1] -= count
+    for key, begin in first.items():
+        change[begin.position] += begin.nbytes
+        change[last[key] + 1] -= begin.nbytes
     for node, count in packed.items():
         change[last.get(storage_of(node), 0)] += count
     return list(itertools.accumulate(change))[: len(nodes)]
 
 
-def _sums_in_place(
-    nodes: Sequence[Node], first: Mapping[Any, tuple[int, int, Node]], last: Mapping[Any, int]
-) -> dict[Any, Any]:
+def _sums_in_place(nodes: Sequence[Node], first: Mapping[Any, Begin], last: Mapping[Any, int]) -> dict[Any, Any]:
     """Storages of sums of chunks that are written over the sum before, see passes/chunk_sums.py: each with that."""
     found = {}
     for node in nodes:
         if target_name(node).startswith("aot_hooks.add_product.") and (key := storage_of(node)) in first:
             before = storage_of(node.all_input_nodes[0])
-            if before in first and first[before][2].op == "call_function" and last[before] == first[key][0]:
+            if before in first and first[before].node.op == "call_function" and last[before] == first[key].position:
                 found[key] = before
     return found
 
@@ -223,19 +229,19 @@ def lifetimes(
     nbytes: Callable[[Node], int],
     kernels: Kernels | None,
     key_of: Callable[[Node], Any] = storage_of,
-) -> tuple[dict[Any, tuple[int, int, Node]], dict[Any, int]]:
-    """Two dicts by storage: (first position, bytes, first node), and the last reader's position. See `alive_along`.
+) -> tuple[dict[Any, Begin], dict[Any, int]]:
+    """By storage, where its life begins, and the position of its last reader. For the arguments see `alive_along`.
 
     All results of an operator are there from where it runs.
     """
-    first: dict[Any, tuple[int, int, Node]] = {}
+    first: dict[Any, Begin] = {}
     last: dict[Any, int] = {}
     position = {node: i for i, node in enumerate(nodes)} if kernels is None else kernels.at
     for i, node in enumerate(nodes):
         if (key := key_of(node)) is not None and key in counted:
             if key not in first:
                 made: Any = node.args[0] if node.target is operator.getitem else node
-                first[key] = (position[made], nbytes(node), node)
+                first[key] = Begin(position[made], nbytes(node), node)
             last[key] = len(nodes) if key in to_end else max(last.get(key, i), last_reader[node])
     return first, last
 
@@ -294,40 +300,32 @@ class Kernels:
         reads: dict[Node, set[Any]] = {}
         ready: dict[Any, int] = {}  # when each storage is written
         sizes: dict[Any, int] = {}
-        kernels: dict[Any, list[tuple[int, int]]] = {}  # by storage, those that read it: position and size
+        readers: dict[Any, list[tuple[int, int]]] = defaultdict(list)  # of each storage: kernels by position and size
         joined: set[Node] = set()
         keys = {node: storage_of(node) for node in nodes} if keys is None else keys
         for i, node in enumerate(nodes):
             key = keys[node]
-            own: set[Any] = set()
-            if node.op == "call_function" and _shifts(node):
+            in_registers = [n for n in node.all_input_nodes if keys[n] not in ready]
+            read = {keys[n] for n in node.all_input_nodes if keys[n] in ready}.union(*(reads[n] for n in in_registers))
+            read.discard(None)
+            if (node.op == "call_function" and _shifts(node)) or not joined.isdisjoint(in_registers):
                 joined.add(node)
-            for n in node.all_input_nodes:
-                if keys[n] in ready:
-                    own.add(keys[n])
-                else:
-                    own |= reads[n]
-                    if n in joined:
-                        joined.add(node)
-            own.discard(None)
-            at[node], reads[node] = i, own
+            at[node], reads[node] = i, read
             if key is None or key in ready or (key not in written and node.op != "placeholder"):
                 continue
             value = node.meta["val"]
             sizes[key] = tensor_bytes(value)
             if _finds_scales(node):
                 count = torch_values.hint(node.all_input_nodes[0].meta["val"].numel())
-                for s in own:
-                    kernels.setdefault(s, []).append((i, count))
+                for s in read:
+                    readers[s].append((i, count))
             if (fuses(node) or is_loop(node)) and SPLIT not in node.meta:
                 count = torch_values.hint(value.numel())
-                from_on = max((ready[s] for s in own), default=-1)
-                shared = [s for s in own if 2 * sizes[s] >= sizes[key]]
-                at[node] = min(
-                    (p for s in shared for p, n in kernels.get(s, ()) if p >= from_on and n == count), default=i
-                )
-                for s in own:
-                    kernels.setdefault(s, []).append((at[node], count))
+                earliest = max((ready[s] for s in read), default=-1)
+                large = [s for s in read if 2 * sizes[s] >= sizes[key]]  # those that are worth reading together
+                at[node] = min((p for s in large for p, n in readers[s] if p >= earliest and n == count), default=i)
+                for s in read:
+                    readers[s].append((at[node], count))
             ready[key] = -1 if node in ready_early else at[node]
         return Kernels(at, reads, joined, pads_rows)
 
@@ -339,7 +337,7 @@ class Kernels:
                 found[key] = min(found.get(key, self.at[node]), self.at[node])
         return found
 
-    def reuses(self, first: Mapping[Any, tuple[int, int, Node]], last: Mapping[Any, int]) -> dict[Any, Any]:
+    def reuses(self, first: Mapping[Any, Begin], last: Mapping[Any, int]) -> dict[Any, Any]:
         """Storages that are written over others, by Inductor's rules: each with the one whose memory it takes.
 
         A kernel takes over the memory of one storage at most, with as many bytes and of the same dtype. It reads that
@@ -350,29 +348,29 @@ class Kernels:
         """
         padded: dict[Any, Any] = {}
         if self.pads_rows:
-            padded = {key: node.meta["val"].stride() for key, (_, _, node) in first.items() if _pads_rows(node)}
+            padded = {key: x.node.meta["val"].stride() for key, x in first.items() if _pads_rows(x.node)}
         found: dict[Any, Any] = {}
         used: set[int] = set()
-        made = {node: key for key, (_, _, node) in first.items() if node.op != "placeholder"}
+        made = {begin.node: key for key, begin in first.items() if begin.node.op != "placeholder"}
         readers: dict[tuple[int, Any], int] = defaultdict(int)
         for node in made:
             for s in self.reads[node]:
                 readers[self.at[node], s] += 1
         for node, key in made.items():
-            position, nbytes, _ = first[key]
+            position, nbytes, _ = first[key]  # when `node` writes its storage
             in_place = target_name(node) in _IN_PLACE
             if position in used or not (fuses(node) or in_place) or node in self.joined:
                 continue
             for s in self.reads[node]:
                 if s not in first or s == key or readers[position, s] > 1:
                     continue
-                source = first[s][2]
+                begin, source_bytes, source = first[s]
                 if s in self.lent or aot.is_tangent(source):
                     continue
                 if target_name(source).startswith(_EXCHANGES) and not in_place:
                     continue
-                same = first[s][1] == nbytes and first[s][2].meta["val"].dtype == node.meta["val"].dtype
-                if same and padded.get(s) == padded.get(key) and last[s] == position > first[s][0]:
+                same = source_bytes == nbytes and source.meta["val"].dtype == node.meta["val"].dtype
+                if same and padded.get(s) == padded.get(key) and last[s] == position > begin:
                     found[key] = s
                     used.add(position)
                     break

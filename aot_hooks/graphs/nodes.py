@@ -89,14 +89,18 @@ def output_storages(graph: torch.fx.Graph) -> set[Any]:
     return storages(torch_values.pytree.tree_leaves(graph.output_node().args))
 
 
+def lasting_storages(fw: GraphModule, num_fwd_outputs: int) -> set[Any]:
+    """Storages that outlive the forward whatever it saves: those of its inputs and of the user's outputs."""
+    return input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])
+
+
 def donates(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:
     """Whether the backward may write over a saved tensor, one that is no input or output.
 
     torch then refuses a second backward (`retain_graph=True`).
     """
-    outputs = results_of(fw.graph)
-    others = input_storages(fw.graph) | storages(outputs[:num_fwd_outputs]) | output_storages(bw.graph)
-    return not storages(outputs[num_fwd_outputs:]) <= others
+    others = lasting_storages(fw, num_fwd_outputs) | output_storages(bw.graph)
+    return not storages(results_of(fw.graph)[num_fwd_outputs:]) <= others
 
 
 def crosses_twice(fw: GraphModule, num_fwd_outputs: int) -> bool:

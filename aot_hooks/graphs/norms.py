@@ -53,10 +53,12 @@ def saved_by_norm(
 
 
 def is_as_saved(found: Statistics, wanted: Statistics, precision: float) -> torch.Tensor:
-    """Which groups have the statistics that a norm saved, but for roundings: numbers that no hook has rounded."""
-    off = (found.mean - wanted.mean).abs()
-    is_mean = off <= (found.mean.abs() + found.variance.sqrt()) * max(NOISE, _ROUNDINGS * precision)
+    """Which groups have the statistics that a norm saved, so that no hook has rounded their numbers.
+
+    Means may differ by the roundings of a sum. In a group of equal numbers they differ by one rounding at most.
+    """
+    difference = (found.mean - wanted.mean).abs()
+    is_mean = difference <= (found.mean.abs() + found.variance.sqrt()) * max(NOISE, _ROUNDINGS * precision)
     is_spread = found.variance > (found.mean * NOISE).square()
-    # equal numbers are rounded together: one rounding of the saved mean, no more
-    is_same = off <= found.mean.abs() * max(NOISE, precision)
-    return torch.where(is_spread, is_mean & (found.variance == wanted.variance), is_same)
+    is_same_number = difference <= found.mean.abs() * max(NOISE, precision)
+    return torch.where(is_spread, is_mean & (found.variance == wanted.variance), is_same_number)

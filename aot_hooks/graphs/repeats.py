@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 
 from ..torch_private import values as torch_values
 from .nodes import is_tagged, target_name
-from .saved import crossing_pairs
+from .saved import crossing_nodes
 
 # the arguments of these say which numbers come: a state of the generator, or its seed and offset
 _WITH_STATE = (
@@ -83,7 +83,7 @@ def twins(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> dict[Node, 
     numbers = {node: f"%{i}" for i, node in enumerate(fw.graph.nodes)}
     known = {_key(node, fw, numbers): node for node in reversed(fw.graph.nodes) if not draws(node)}
     drawn = {node.name: node for node in fw.graph.nodes if draws(node)}
-    found = {slot: node for node, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(node, Node)}
+    found = {slot: node for node, slot in crossing_nodes(fw, bw, num_fwd_outputs)}
     for node in bw.graph.nodes:
         if node.op not in ("call_function", "get_attr"):
             continue

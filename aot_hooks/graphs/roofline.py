@@ -49,6 +49,8 @@ _FEW_DIGITS = ("aot_hooks.from_float8", "aot_hooks.unpack_int4")
 # counts, because a host that is about as fast as the device makes it wait: with 34 us the exact plan of a Llama took
 # 1.14 of stock's step where 1.06 was predicted, with 46 us 1.07 and 1.07.
 LAUNCH_MS, CALL_MS, COPY_MS = 0.046, 0.31, 0.34
+_MS_OF_COPIES = {"aot_hooks.offload_start": COPY_MS, "aot_hooks.reload_start": COPY_MS}
+_MS_OF_COPIES |= {"aot_hooks.offload_wait": 0.0, "aot_hooks.reload_wait": 0.0}
 # Constants, lookups and random numbers. Inductor has no kernel for them where all readers are fused: each reader's
 # kernel computes them.
 _IN_READERS = frozenset(
@@ -200,13 +202,18 @@ def node_ms(
         if fuse_loops and is_attention(node) and (alone_ms := measured_ms(node)):
             found[node] = alone_ms
         elif has_formula(node):
-            operations = rate.operations if _reads_short_numbers(node) else rate.operations32
-            operations *= _SHARES.get(_name(node), _SUSTAINED if fuse_loops else 1.0)
-            sources = [target_name(producer(n)) for n in node.all_input_nodes]
-            if fuse_loops and values[0].is_cuda and any(source.startswith(_FEW_DIGITS) for source in sources):
-                operations /= 1 - SPARED
+            operations = _operation_rate(node, rate, in_step=fuse_loops, on_cuda=values[0].is_cuda)
             found[node] = max(found[node], 1e3 * _operation_count(node) / operations)
     return found
+
+
+def _operation_rate(node: Node, rate: Rates, *, in_step: bool, on_cuda: bool) -> float:
+    """Operations a second of a product; `in_step`: as it is seen in a step, not alone."""
+    operations = rate.operations if _reads_short_numbers(node) else rate.operations32
+    operations *= _SHARES.get(_name(node), _SUSTAINED if in_step else 1.0)
+    sources = (target_name(producer(n)) for n in node.all_input_nodes)
+    reads_few_digits = in_step and on_cuda and any(source.startswith(_FEW_DIGITS) for source in sources)
+    return operations / (1 - SPARED) if reads_few_digits else operations
 
 
 def host_ms(gm: GraphModule | GraphMemory, fused: bool) -> float:
@@ -229,14 +236,14 @@ def _most_host_ms(memory: GraphMemory) -> float:
 
 
 def _host_ms(nodes: Sequence[Node], fused: bool, kernel_count: int) -> float:
+    """`host_ms` of `nodes`, if `kernel_count` fused kernels are among them."""
     total = LAUNCH_MS * kernel_count
     for node in nodes:
         if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
             continue
         packet = _packet_name(node)
         if packet.startswith("aot_hooks.") and not (fused and (is_loop(node) or reduces(node))):
-            waits = packet.endswith("_wait")
-            total += 0.0 if waits else COPY_MS if packet.endswith("load_start") else CALL_MS
+            total += _MS_OF_COPIES.get(packet, CALL_MS)
         elif not fused or not (_runs_fused(node, fuse_loops=True) or _in_readers(node)):
             total += LAUNCH_MS
     return total

@@ -459,7 +459,7 @@ def _dropped(node: Node, at: int, size: Any) -> tuple[int, int] | None:
     `at`: the argument that is the dimension. Start, end and step follow.
     """
     given: list[Any] = list(node.args[at + 1 :])
-    start, end, step = given + [None, None, 1][len(given) :]
+    start, end, step = given + [None, None, 1][len(given) :]  # the defaults of those that are left out
     start, end = 0 if start is None else start, _ALL if end is None else end
     if step != 1 or not isinstance(start, int) or (start < 0 and not isinstance(size, int)):
         return None
@@ -474,9 +474,10 @@ def _dropped(node: Node, at: int, size: Any) -> tuple[int, int] | None:
 
 
 def _left_of(node: Node, at: int, rows: Rows, whole: Sequence[Any], sliced: Sequence[Any]) -> Rows | None:
-    """The tokens that the slice leaves that `node` makes, or undoes; None if it is of no tokens, or not known.
+    """The tokens that are left by the slice that `node` is, or whose gradient it is; None if it takes no tokens out.
 
-    `rows`, `whole`: the dimensions and the shape before it. `sliced`: the shape after it.
+    `at`: the argument that is the slice's dimension. `rows`, `whole`: tokens and shape before the slice. `sliced`: the
+    shape after it. Also None for a slice whose ends are not known.
     """
     dim: Any = node.args[at] if len(node.args) > at else 0
     dim = dim % len(whole) - rows.first
@@ -551,6 +552,12 @@ def is_zero(value: Any) -> bool:
     return name in ("aten.zeros.default", "aten.zeros_like.default")
 
 
+# The arguments whose numbers, or sums of them, are the result. The others say which numbers come where.
+_MADE_OF = dict.fromkeys(("aten.add.Tensor", "aten.sub.Tensor", "aten.slice_scatter.default"), (0, 1))
+_MADE_OF |= {"aten.where.self": (1, 2), "aten.scatter.src": (0, 3), "aten.scatter_add.default": (0, 3)}
+_FILLED = {"aten.masked_fill.Scalar": 2, "aten.scatter.value": 3}  # the argument that is put into the first one
+
+
 def is_linear(node: Node, factors: Callable[[Node], bool]) -> bool:
     """Whether `node` has a factor that its inputs with `factors(input)` have: twice these, twice the result."""
     name, args = str(node.target), node.args
@@ -558,26 +565,17 @@ def is_linear(node: Node, factors: Callable[[Node], bool]) -> bool:
     def scaled(value: Any) -> bool:
         return isinstance(value, Node) and factors(value)
 
-    count = sum(map(scaled, args))
-    if name in ("aten.add.Tensor", "aten.sub.Tensor"):
-        return all(scaled(a) or is_zero(a) for a in args[:2])
-    if name in ("aten.mul.Tensor", "aten.mul.Scalar", "aten.mm.default"):
-        return count == 1
-    if name in ("aten.div.Tensor", "aten.div.Scalar"):
-        return scaled(args[0]) and count == 1 and not node.kwargs.get("rounding_mode")
-    if name == "aten.where.self":
-        return not scaled(args[0]) and all(scaled(a) or is_zero(a) for a in args[1:])
-    if name == "aten.masked_fill.Scalar":
-        return scaled(args[0]) and count == 1 and is_zero(args[2])
-    if name in ("aten.scatter.src", "aten.scatter_add.default"):
-        return not scaled(args[2]) and all(scaled(a) or is_zero(a) for a in (args[0], args[3]))
-    if name == "aten.scatter.value":
-        return scaled(args[0]) and count == 1 and is_zero(args[3])
-    if name == "aten.slice_scatter.default":
-        return all(scaled(a) or is_zero(a) for a in args[:2])
     if name == "aten.cat.default":
         return all(scaled(a) or is_zero(a) for a in args[0])  # type: ignore[union-attr]
-    if name in _LINEAR or name in VIEWS or name in PERMUTES:
-        floating = is_tensor(node) and node.meta["val"].is_floating_point()
-        return scaled(args[0]) and count == 1 and floating
-    return False
+    if (positions := _MADE_OF.get(name)) is not None:
+        return all(scaled(a) or is_zero(a) if i in positions else not scaled(a) for i, a in enumerate(args))
+    if sum(map(scaled, args)) != 1:
+        return False
+    if name in ("aten.mul.Tensor", "aten.mul.Scalar", "aten.mm.default"):
+        return True
+    if name in ("aten.div.Tensor", "aten.div.Scalar"):
+        return scaled(args[0]) and not node.kwargs.get("rounding_mode")
+    if name in _FILLED:
+        return scaled(args[0]) and is_zero(args[_FILLED[name]])
+    moves = name in _LINEAR or name in VIEWS or name in PERMUTES
+    return moves and scaled(args[0]) and is_tensor(node) and node.meta["val"].is_floating_point()

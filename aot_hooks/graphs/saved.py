@@ -240,18 +240,27 @@ def crossing_pairs(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> li
     return list(zip(sorted(saved, key=lambda value: not is_size(value)), slots, strict=False))
 
 
+def crossing_nodes(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> list[tuple[Node, Node]]:
+    """`crossing_pairs` without constants, such as numbers and None."""
+    return [(n, slot) for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)]
+
+
 def _share_tests(tensors: list[SavedValue]) -> None:
-    """Give all views of one storage the union of their tests: they are packed once, for the readers of all."""
+    """Give all views of one storage the union of their `backward_asks`: they are packed once, for the readers of all.
+
+    None if the numbers of one of them are needed, or if a view has another dtype.
+    """
     groups: dict[int, list[SavedValue]] = defaultdict(list)
     for value in tensors:
         groups[value.row.storage].append(value)
-    for group in groups.values():
-        if len(group) > 1:
-            known = [v.row.backward_asks for v in group if v.row.backward_asks is not None]
-            one_dtype = len({v.row.dtype for v in group}) == 1
-            union = tuple(sorted({t for a in known for t in a})) if one_dtype and len(known) == len(group) else None
-            for value in group:
-                value.row = replace(value.row, backward_asks=union)
+    for views in groups.values():
+        if len(views) > 1:
+            union: set[Test] | None = set()
+            for view in views:
+                asks = view.row.backward_asks if view.row.dtype == views[0].row.dtype else None
+                union = None if union is None or asks is None else union.union(asks)
+            for view in views:
+                view.row = replace(view.row, backward_asks=None if union is None else tuple(sorted(union)))
 
 
 def sizes_of(value: torch.Tensor) -> tuple[int, ...]:

@@ -25,11 +25,11 @@ from ..torch_private import values as torch_values
 from .nodes import argument_called
 
 log = logging.getLogger("aot_hooks")
-_ENOUGH = 32 << 20  # bytes of queries that fill a device: more samples and heads take as much longer
-_LEAST_MS = 0.05  # less is the host's time to launch it
+_ENOUGH = 32 << 20  # bytes of queries that fill a device: the time of more grows with their number
+_LEAST_MS = 0.05  # a shorter time is the host's, to launch the kernel
 _MEET_S = 0.5  # seconds that a rank waits for the others of its host at most; not measured
-_TOGETHER_S = 0.05  # seconds for which they copy: if one comes 20 ms late, all copy at once for most of it
-_MEASURED = "aten._scaled_dot_product_"  # operators of other names take lengths or functions, which random data has not
+_TOGETHER_S = 0.05  # seconds for which the ranks copy: if one comes 20 ms late, all copy at once for most of it
+_MEASURED = "aten._scaled_dot_product_"  # other attention takes lengths or functions, which can't be made up
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def link_share(device: torch.device) -> float:
     """The share of its speed that the link of a CUDA device has while all ranks of its host copy to the host.
 
     The GPUs of a host may share a path to its memory: four H200s have 33 to 37 GB/s each at once, 55 one by one.
-    Measured on the first call, in tenths, one at least; 1 if another rank does not come, or there is none.
-    Ranks agree on it.
+    Measured on the first call, and rounded to tenths, from 0.1 to 1.0; ranks agree on it. 1.0 if there is no other
+    rank, or if one does not come to measure.
     """
     return _link_share(device.index or 0) if device.type == "cuda" else 1.0
 

@@ -8,6 +8,7 @@ def forward(self, x):                     %0 = placeholder  () {}
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,19 +33,26 @@ def canonical(gm: GraphModule, *, one_trace: bool = True) -> list[str]:
         position[node] = torch_values.expression(value) if isinstance(value, _SYMBOLIC) else f"%{len(lines)}"
         if isinstance(value, _SYMBOLIC) and node.op == "call_function":
             continue
-        target, inside = str(node.target), []
-        if node.op == "placeholder":
-            target = target[: len(target) - len(target.lstrip("*"))]  # "*" takes all other arguments
-        elif node.op == "output":
-            target = ""
-        elif node.op == "get_attr":
-            constant = operator.attrgetter(target)(gm)
-            inside = canonical(constant, one_trace=one_trace) if isinstance(constant, GraphModule) else []
-            plain = type(constant).__name__ + ("" if inside else f":{constant!r}")
-            target = tensor_digest(constant) if isinstance(constant, torch.Tensor) else plain
-        elif node.op == "call_function" and not torch_values.is_operator(node.target):
-            name = getattr(node.target, "__qualname__", None) or getattr(node.target, "__name__", target)
-            target = f"{getattr(node.target, '__module__', None) or type(node.target).__module__}.{name}"
+        constant = operator.attrgetter(str(node.target))(gm) if node.op == "get_attr" else None
+        inside = canonical(constant, one_trace=one_trace) if isinstance(constant, GraphModule) else []
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), position.__getitem__)
-        lines += [f"{position[node]} = {node.op} {target} {args} {kwargs}", *(f"  {line}" for line in inside)]
+        lines.append(f"{position[node]} = {node.op} {_target_text(node, constant)} {args} {kwargs}")
+        lines += [f"  {line}" for line in inside]
     return lines
+
+
+def _target_text(node: Node, constant: Any) -> str:
+    """What `node` calls or reads, without names of this program; `constant`: the attribute that it reads."""
+    target = str(node.target)
+    if node.op == "placeholder":
+        return target[: len(target) - len(target.lstrip("*"))]  # "*" takes all other arguments
+    if node.op == "output":
+        return ""
+    if node.op == "get_attr":
+        if isinstance(constant, torch.Tensor):
+            return tensor_digest(constant)
+        return type(constant).__name__ + ("" if isinstance(constant, GraphModule) else f":{constant!r}")
+    if node.op == "call_function" and not torch_values.is_operator(node.target):
+        name = getattr(node.target, "__qualname__", None) or getattr(node.target, "__name__", target)
+        return f"{getattr(node.target, '__module__', None) or type(node.target).__module__}.{name}"
+    return target

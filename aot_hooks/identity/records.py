@@ -18,7 +18,7 @@ import torch
 
 from ..errors import AotHooksError, HookTraceError
 from ..torch_private.dynamo_guards import own_scope
-from .frozen import code_of, described, number_of
+from .frozen import Description, code_of, described, number_of
 from .probes import Example, Probe, Token, Untraceable, example_of
 
 Choose = Callable[[Any, Any], Any]  # rule, row -> the hook that the rule has for the row
@@ -49,6 +49,13 @@ class _ChosenHook(NamedTuple):
     declined: tuple[str | None, ...] = ()
 
 
+class _Now(NamedTuple):
+    """What a comparison has found so far, each once, because many choices have the same hook."""
+
+    descriptions: dict[int, tuple[Any, Description]]  # by the id of a hook: it, so that it keeps its id
+    tokens: dict[tuple[int, Probe], Token]  # by the id of a hook and the probe
+
+
 class Record:
     """All choices of a rule that graphs depend on."""
 
@@ -62,9 +69,9 @@ class Record:
         description = described(rule)
         if description.frozen or description.text != self.text:
             return description.text == self.text
-        cache: dict[Any, Any] = {}
+        now = _Now({}, {})
         try:
-            return all(self._repeats(choice, rule, cache) for choice in list(self.choices))
+            return all(self._repeats(choice, rule, now) for choice in list(self.choices))
         except AotHooksError:  # it can't be called or traced now
             return False
 
@@ -79,20 +86,20 @@ class Record:
             return False
         return bool(self.choices)
 
-    def _repeats(self, choice: _ChosenHook, rule: Any, cache: dict[Any, Any]) -> bool:
-        """Whether `rule` makes `choice` again. `cache`: descriptions by hook, and tokens by hook and probe."""
+    def _repeats(self, choice: _ChosenHook, rule: Any, now: _Now) -> bool:
+        """Whether `rule` makes `choice` again."""
         hook: Any = rule if choice.row is None else self.choose(rule, choice.row)
-        if id(hook) not in cache:
-            cache[id(hook)] = (hook, described(hook))
-        description = cache[id(hook)][1]
+        if id(hook) not in now.descriptions:
+            now.descriptions[id(hook)] = hook, described(hook)
+        description = now.descriptions[id(hook)][1]
         if description.text != choice.text:
             return False
         for inner, token in zip(description.hooks, choice.tokens, strict=True):
             if token is not None:
-                key = (id(inner), token[0])
-                if key not in cache:
-                    cache[key] = token[0].token(inner.pack, inner.unpack)
-                if cache[key] != token:
+                probe = token[0]
+                if (id(inner), probe) not in now.tokens:
+                    now.tokens[id(inner), probe] = probe.token(inner.pack, inner.unpack)
+                if now.tokens[id(inner), probe] != token:
                     return False
         return choice.row is None or _declined(hook, description.functions, choice.row) == choice.declined
 

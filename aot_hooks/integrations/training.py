@@ -40,10 +40,11 @@ class Training:
         with_arguments(**self._arguments)  # raises now, not when the training begins
         self._enabled: Enabled | None = None
         self._end: Any = None
-        self._has_run = self._has_warned = False  # a graph with gradients has run; a batch without any was warned of
-        self._latest: list[tuple[Plan, int]] = []
-        self._before: list[tuple[Plan, int]] = []  # what ran before the last call of `next_batch`; whether anything did
-        self._ran_before = False
+        self._has_run = False  # a graph with gradients has run
+        self._has_warned = False  # of a batch without such a graph
+        self._latest: list[tuple[Plan, int]] = []  # plans of graphs with gradients, and how often each ran
+        self._before: list[tuple[Plan, int]] = []  # the same, of what ran before the last call of `next_batch`
+        self._ran_before = False  # whether any graph ran before that call
 
     @property
     def policy(self) -> Any:
@@ -73,11 +74,11 @@ class Training:
             self._ran_before, self._before = self._enabled.run_count > 0, self._enabled.runs()
 
     def batch_done(self, hint: str = "", *, skipped: bool = False, or_before: bool = False) -> None:
-        """Note which graphs ran with gradients. A batch that was `skipped` may run none. With `or_before` and none
-        since `next_batch`: which ran before it.
+        """Note which graphs ran with gradients since `next_batch`; with `or_before`, if none did, which ran before it.
 
-        Raises `OptionError` if none has since `start`, with `hint` if no compiled function was called at all. Warns
-        once of a later batch without such a graph, and of one whose graphs no policy and no context covers.
+        Raises `OptionError` if none has run since `start`, with `hint` if no compiled function was called at all. Warns
+        once of a later batch without such a graph, and of one whose graphs no policy and no context covers. A batch
+        that was `skipped` may run none.
         """
         if self._enabled is None:
             return

@@ -100,7 +100,7 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
         return self
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Among the `callbacks` of a Trainer: that Trainer is found in its `__init__`, which calls this."""
+        """Add this callback to the Trainer that got it as one of `callbacks=[...]`. Its `__init__` calls this."""
         frame = sys._getframe(1)
         while frame.f_back is not None and not isinstance(frame.f_locals.get("self"), Trainer):
             frame = frame.f_back

@@ -89,14 +89,14 @@ def pack_int4(x: torch.Tensor, block: int, stochastic: bool) -> tuple[torch.Tens
     even = padded(x, 2)
     rows, inverse = broadcast_scales(even, inverse, block)
     q = _rounded(rows * inverse, stochastic) + broadcast_scales(even, zero, block)[1]
-    # Codes of finite values: 0 to 15, or 2 to 14 beside those of infinities and NaN.
-    least = broadcast_scales(even, torch.where(plain, 0.0, 2.0), block)[1]
+    # Codes of finite values: 0 to 15, or 2 to 14 beside those of infinities and NaN. So the largest is 15 - lowest / 2.
+    lowest = broadcast_scales(even, torch.where(plain, 0.0, 2.0), block)[1]
     special = torch.where(q.isnan(), 1.0, q.clamp(0, 15))
-    q = torch.where(q.abs() < torch.inf, q.maximum(least).minimum(15 - least / 2), special)
+    q = torch.where(q.abs() < torch.inf, q.maximum(lowest).minimum(15 - lowest / 2), special)
     q = q.view(even.shape).unflatten(-1, (even.shape[-1] // 2, 2))
     byte = (q[..., 0] + q[..., 1] * 16).to(torch.uint8)  # the first in the low half
     word = (bits >> 15) + torch.where(plain, zero, 15.0).to(torch.int32)
-    return byte, (word - ((word & 0x8000) << 1)).to(torch.int16)
+    return byte, (word - ((word & 0x8000) << 1)).to(torch.int16)  # the bits of an unsigned 16-bit word
 
 
 def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: Any, block: int, dtype: torch.dtype) -> torch.Tensor:

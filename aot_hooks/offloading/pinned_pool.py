@@ -256,11 +256,11 @@ class HostPool:
         return block
 
     def _most_bytes(self, nbytes: int, limit: int | None) -> float:
-        """Bytes that the pool may hold when `nbytes` more are leased."""
+        """Bytes that the pool may hold when `nbytes` more are leased. Notes the most bytes that were ever in use."""
         if limit is not None:
             return limit
         self._most_in_use = max(self._most_in_use, self._used.requested_bytes + _in_pages(nbytes))
-        return self._most_in_use * _SPARE  # else sizes that vary from step to step would leave a block for each
+        return self._most_in_use * _SPARE  # without a bound, sizes that vary would leave a block for each size
 
     def _make(self, nbytes: int, pinned: bool, limit: int | None, room: float) -> Block | None:
         """A new block of at most `room` bytes, or None. Frees unused ones to stay in the limit, or if memory is out."""

@@ -67,7 +67,7 @@ class _Crossing:
     back: Node
     value: Node  # the tensor that is copied, contiguous
     source: Node  # the tensor that `value` is a view of
-    views: list[Node]  # the nodes that make `value` from the results of steps, in order
+    views: list[Node]  # the nodes that make `value` from the results of steps, in the graph's order; nodes compare so
 
 
 _Planned = tuple[Item, _Crossing]

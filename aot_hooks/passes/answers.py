@@ -11,9 +11,8 @@ more. A float that the backward only tests (`threshold_backward`) is stored as t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -29,16 +28,9 @@ from ..hook import KEEP, Hook
 from ..library.bitmask import bitmask
 from ..library.lossless import compare_hook, narrow_hook
 from .edits import call, insert_backward_input, with_inputs
-from .plan import Choice
+from .plan import Choice, stand_in
 
-
-def in_plans_only(x: Any) -> Any:
-    """Pack and unpack of a hook that stands in plans."""
-    raise AssertionError(f"stands in plans only, but was called with {x!r}")
-
-
-ANSWERS = Hook("answers", in_plans_only, in_plans_only)
-"""Stands in plans for the hook of a value that does not cross, because only decisions read it. Never run."""
+ANSWERS = stand_in("answers")  # only decisions read the value
 
 
 def add_answers(
@@ -61,12 +53,8 @@ def add_answers(
                 continue  # another value had the same answer
             is_answered = True
             choice = current[value]
-            if (
-                tests
-                and node is value.bw_node
-                and value in alone
-                and all(r in users or tests_of(node, r) == () for r in node.users)
-            ):
+            if tests and node is value.bw_node and value in alone and _only_read_by(node, users):
+                # nobody needs the numbers: the hook stores the outcomes in their place
                 readers = tuple(r for r in node.users if r.op != "output")
                 current[value] = replace(choice, uses=((compare_hook(tests, value.row.dtype), readers),))
                 continue
@@ -90,6 +78,11 @@ def add_answers(
             current[value] = replace(current[value], reason=reason)
     found = [c for value, choice in current.items() for c in (choice, *new.get(value, ()))]
     return replace(boundary, tensors=tensors), _drop_unread(found)
+
+
+def _only_read_by(node: Node, users: Collection[Node]) -> bool:
+    """Whether no reader of `node` but `users` reads numbers of it: others read its shape."""
+    return all(user in users or tests_of(node, user) == () for user in node.users)
 
 
 def _wanted(choice: Choice) -> Iterator[tuple[Node, tuple[Node, ...], tuple[Test, ...] | None, str]]:

@@ -26,29 +26,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cudagraph.graph.snapshots import SNAPSHOT, written_inputs
-from cudagraph.placeholder import results_of
 
-from ..graphs.nodes import (
-    NO_VERSION_CHECK,
-    input_storages,
-    is_view,
-    region_output,
-    storage_of,
-    storages,
-    target_name,
-)
+from ..graphs.nodes import NO_VERSION_CHECK, is_view, lasting_storages, region_output, storage_of, target_name
 from ..graphs.read_tables import CONVERSIONS, MOVES
 from ..graphs.roofline import has_formula
-from ..graphs.saved import SavedTensor, crossing_pairs, rows_of
-from ..hook import Hook
+from ..graphs.saved import SavedTensor, crossing_nodes, rows_of
 from ..torch_private.values import same_size
-from .answers import in_plans_only
-from .plan import Plan, with_rows
+from .plan import Plan, stand_in, with_rows
 from .repeats import slots_of, stop_saving
 
-RECAST = Hook("cast again", in_plans_only, in_plans_only)
-"""Stands in plans for the hook of a value that the backward casts again from an input. Never run."""
-
+RECAST = stand_in("cast again")  # the backward casts the value again from an input
 _OPERATORS = CONVERSIONS | MOVES
 
 
@@ -82,11 +69,11 @@ def recast(
 
     Values that share a storage are made again all or not at all. Returns a row for each value that no longer crosses.
     """
-    pairs = [(n, slot) for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)]
+    pairs = crossing_nodes(fw, bw, num_fwd_outputs)
     written = {storage_of(n) for n in written_inputs(fw, num_fwd_outputs)}
     crossing = {n for n, _ in pairs if n.op == "placeholder"}
     sources = {n for n in {*parameters} | crossing if storage_of(n) not in written and not n.meta.get(NO_VERSION_CHECK)}
-    alive = input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])
+    alive = lasting_storages(fw, num_fwd_outputs)
     found: list[_Copy] = []
     left: set[Any] = set()  # storages that stay saved
     for node, slot in pairs:

@@ -166,8 +166,8 @@ def write_chunks(
     Args:
         waits_for: a tensor that the loop must not start before.
         waits_for_inputs: a chunk waits for the one before it wherever it reads an input, not in products alone.
-        scale: a number that multiplies the outputs `scaled`, and the nodes by which the region reads it. The loop is
-            written as if it were 1.
+        scale: a node with a number that multiplies the outputs `scaled`, and the views and casts by which the region
+            reads it. The loop is written as if the number were 1; each of `scaled` is multiplied after it.
     """
     stand_ins = {} if scale is None else _with_one(loop, *scale)
     draft = _LoopDraft(loop, scaled if scale is not None else (), stand_ins, waits_for_inputs)
@@ -339,6 +339,7 @@ def size_of_inputs(graph: Graph, size: Any, add: Callable[..., Node]) -> Node | 
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt) and expression(value) == text:
                 return node  # type: ignore[no-any-return]
+            # a dimension is taken only if no input is that size itself
             dims = value.shape if is_tensor(node) and found is None else ()
             found = next(((node, d) for d, own in enumerate(dims) if expression(own) == text), found)
         return None if found is None else add(_aten.sym_size.int, *found)

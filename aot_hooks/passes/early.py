@@ -1,9 +1,9 @@
-"""Values that the forward computes early for the backward, so that less is alive.
+"""Values for the backward that are computed where their inputs are, not at the end of the forward: less is alive.
 
       left alone    y = relu(x)   ...many layers...   mask = y <= 0    return z, mask      x lives to the end
       moved         y = relu(x)   mask = y <= 0   ...many layers...    return z, mask      only the mask does
 
-A partitioner leaves such nodes at the end of the forward, and Inductor fuses no nodes that are far apart.
+A partitioner leaves them at the end, and Inductor fuses no nodes that are far apart.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from ..graphs.nodes import is_view
 
 
 def compute_early(fw: GraphModule, num_fwd_outputs: int) -> None:
-    """Move such nodes behind their inputs, or behind a kernel with the same inputs, if that frees memory earlier.
+    """Move nodes that are for the backward alone behind their inputs, if that frees an input earlier. In place.
 
-    In place. Hooks are put in afterwards: they pack a value where it is computed.
+    If a kernel reads the same inputs, they move behind that one. Hooks are put in afterwards: they pack a value where
+    it is computed.
     """
     memory = GraphMemory(fw)
     nodes, outputs, inputs = memory.nodes, memory.outputs, memory.inputs
-    asked_for = set(results_of(fw.graph)[:num_fwd_outputs])
-    late = {n for n in nodes if _is_for_backward(n) and n not in asked_for and memory.keys[n] in outputs}
+    returned = set(results_of(fw.graph)[:num_fwd_outputs])
+    late = {n for n in nodes if _is_for_backward(n) and n not in returned and memory.keys[n] in outputs}
     if not late:
         return
     ends: dict[Any, int] = {}  # by storage, the position of its last reader
@@ -34,18 +35,19 @@ def compute_early(fw: GraphModule, num_fwd_outputs: int) -> None:
         ends[memory.keys[node]] = max(last, ends.get(memory.keys[node], last))
     position = {node: i for i, node in enumerate(nodes)}
     moved: set[Node] = set()
-    for node in (node for node in nodes if node in late):
-        if not any(nodes[ends[key]] in late for key in set(memory.kernels.reads[node]) - outputs - inputs):
-            continue  # what it reads is alive later anyway
+    for node in filter(late.__contains__, nodes):
+        read = set(memory.kernels.reads[node]) - outputs - inputs
+        if not any(nodes[ends[key]] in late for key in read):
+            continue  # a reader that stays late keeps each of them alive: a move frees nothing
         chain = _computed_for(node)
         sources = {n for each in chain for n in each.all_input_nodes} - chain
-        beside = nodes[memory.kernels.at[node]]  # the kernel that reads the same, if there is one
-        at = max(sources | ({beside} - chain), key=position.__getitem__)
-        if at.op == "placeholder" or not moved.isdisjoint({at, *sources}):
-            continue
+        kernel = nodes[memory.kernels.at[node]]  # the first node of the kernel that reads the same, or `node` itself
+        target = max(sources | ({kernel} - chain), key=position.__getitem__)
+        if target.op == "placeholder" or not moved.isdisjoint({target, *sources}):
+            continue  # `position` does not know where moved nodes are now
         for each in sorted(chain, key=position.__getitem__):
-            at.append(each)
-            at = each
+            target.append(each)
+            target = each
         moved |= chain
 
 

@@ -26,27 +26,27 @@ _LOW = (torch.float16, torch.bfloat16)
 _NONE, _MEAN = 0, 1  # torch's numbers of reductions; 2 is a sum
 
 
-def _targets(target: Any, ignored: int) -> tuple[Any, Any]:
-    """Which tokens count, and their targets, 0 for the others."""
+def _classes(target: Any, ignored: int) -> tuple[Any, Any]:
+    """Which tokens count, and the class of each, 0 for the others."""
     valid = target != ignored
     return valid, target * valid
 
 
-def _weights(valid: Any, counted: Any, weight: Any, dtype: torch.dtype) -> Any:
+def _weights(valid: Any, classes: Any, weight: Any, dtype: torch.dtype) -> Any:
     """The weight of each token: its class's, or 1; 0 for those that don't count."""
     if weight is None:
         return valid.to(dtype)
-    chosen = weight.index_select(0, counted.reshape(-1)).view_as(counted)
+    chosen = weight.index_select(0, classes.reshape(-1)).view_as(classes)
     return torch.where(valid, chosen, 0).to(dtype)
 
 
 def _nll_forward(logp: Any, target: Any, weight: Any, reduction: int, ignored: int) -> Any:
     if logp.dim() < 2:
         return NotImplemented
-    valid, counted = _targets(target, ignored)
-    picked = logp.gather(1, counted.unsqueeze(1)).squeeze(1)
+    valid, classes = _classes(target, ignored)
+    picked = logp.gather(1, classes.unsqueeze(1)).squeeze(1)
     loss = -(picked.float() if logp.dtype in _LOW else picked)  # torch's kernels add in float32 as well
-    weights = _weights(valid, counted, weight, loss.dtype)
+    weights = _weights(valid, classes, weight, loss.dtype)
     loss = torch.where(valid, loss if weight is None else loss * weights, 0)
     total = weights.sum()
     loss = loss if reduction == _NONE else loss.sum()
@@ -57,11 +57,11 @@ def _nll_forward(logp: Any, target: Any, weight: Any, reduction: int, ignored: i
 def _nll_backward(grad: Any, logp: Any, target: Any, weight: Any, reduction: int, ignored: int, total: Any) -> Any:
     if logp.dim() < 2:
         return NotImplemented
-    valid, counted = _targets(target, ignored)
+    valid, classes = _classes(target, ignored)
     grad = -(grad / total if reduction == _MEAN else grad)
-    grad = grad if weight is None else grad * _weights(valid, counted, weight, logp.dtype)
+    grad = grad if weight is None else grad * _weights(valid, classes, weight, logp.dtype)
     column = torch.where(valid, grad, 0).unsqueeze(1)
-    return torch.zeros_like(logp).scatter(1, counted.unsqueeze(1), column)
+    return torch.zeros_like(logp).scatter(1, classes.unsqueeze(1), column)
 
 
 def _mean(x: Any, **kwargs: Any) -> Any:

@@ -21,24 +21,20 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from cudagraph.placeholder import results_of
-
 from ..graphs.lifetimes import fuses
-from ..graphs.nodes import input_storages, is_float, is_tensor, is_view, storage_of, storages, target_name
+from ..graphs.nodes import is_float, is_tensor, is_view, lasting_storages, storage_of, target_name
 from ..graphs.read_tables import MOVES, MOVES_BY_INDEX
-from ..graphs.saved import crossing_pairs
-from ..hook import KEEP, Hook
+from ..graphs.saved import crossing_nodes
+from ..hook import KEEP
 from ..torch_private.inductor_fusion import WRITTEN
-from .answers import in_plans_only
 from .edits import run_on_fakes
 from .permutations import QUOTIENTS
-from .plan import Choice, Plan, with_rows
+from .plan import Choice, Plan, stand_in, with_rows
 from .repeats import stop_saving
 
 _aten = torch.ops.aten
 _GATHERS = MOVES_BY_INDEX - MOVES
-GATHERED = Hook("gathered again", in_plans_only, in_plans_only)
-"""Stands in plans for the hook of a value that does not cross, because the backward gathers it again. Never run."""
+GATHERED = stand_in("gathered again")  # the backward gathers the value again
 
 
 def regather(
@@ -53,9 +49,9 @@ def regather(
     gathered = _gathered(fw)
     if not gathered:
         return ()
-    pairs = [(n, slot) for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)]
+    pairs = crossing_nodes(fw, bw, num_fwd_outputs)
     slots = dict(pairs)
-    alive = input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])
+    alive = lasting_storages(fw, num_fwd_outputs)
     times = Counter(storage_of(n) for n, _ in pairs)
     hooks = {c.value.fw_node: c.uses[0][0] if len(c.uses) == 1 else None for c in choices}
     gone: list[tuple[Any, Node]] = []
@@ -156,10 +152,11 @@ def _made_from(node: Node, sources: Mapping[Node, Node], undone: Mapping[Node, _
     chain: dict[Node, None] = {}
 
     def is_allowed(n: Node) -> bool:
-        if target_name(n) in QUOTIENTS:  # the tokens of rows, of the rows' order
+        """Whether `n` only selects or moves numbers, or computes indices: row // 8 is the token of a row."""
+        if target_name(n) in QUOTIENTS:
             return _is_whole(n)
-        # a move has no indices
-        return target_name(n) in MOVES_BY_INDEX and all(map(_is_whole, filter(is_tensor, n.all_input_nodes[1:])))
+        indices = filter(is_tensor, n.all_input_nodes[1:])  # none, if `n` is a move
+        return target_name(n) in MOVES_BY_INDEX and all(map(_is_whole, indices))
 
     def is_made(n: Node) -> bool:
         if n in sources or n in chain:

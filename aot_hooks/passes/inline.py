@@ -82,8 +82,11 @@ def _pack_in_backward(bw: GraphModule, unit: Unit, packing: Packing) -> tuple[li
 def _pack_in_forward(
     fw: GraphModule, bw: GraphModule, unit: Unit, packing: Packing, end: Node, pairs: _Pairs, numbers: _Pairs
 ) -> tuple[Packing, list[Node], list[Node]]:
-    """Pack a value in the forward and have the result cross. Returns `packing` with the leaves there; and in the
-    backward the packed leaves, and the value's real strides. `end`, `pairs`, `numbers`: see `_pack`, `_cross`."""
+    """Pack a value in the forward and have the result cross.
+
+    Returns `packing` with the leaves of the forward, and the inputs of the backward for these leaves and for the real
+    strides of the value. `end`: see `_pack`. `pairs`, `numbers`: see `_cross`.
+    """
     leaves = _pack(fw, unit, packing, end)
     with fw.graph.inserting_after(max([end, *leaves])):
         strides = _layout_of(fw, unit.source, unit, packing)

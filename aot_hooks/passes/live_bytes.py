@@ -14,7 +14,7 @@ and again from the start of the copy back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from cudagraph.placeholder import results_of
 
 from ..graphs.lifetimes import GraphMemory, alive_along, last_readers
 from ..graphs.nodes import storage_bytes, storage_of, storages
-from ..graphs.saved import crossing_pairs, place_of
+from ..graphs.saved import crossing_nodes, place_of
 from ..graphs.workspaces import workspace_bytes
 from ..offloading.transfers import offload_wait, reload_start
 from ..torch_private import aot
@@ -61,28 +61,34 @@ def live_bytes(
     """
     of_fw, of_bw = GraphMemory.of(fw, fused), GraphMemory.of(bw, fused)
     fw, bw = of_fw.gm, of_bw.gm
-    pairs = [(node, slot) for node, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(node, Node)]
-    inputs = of_fw.inputs
-    outputs = {storage_of(n): _bytes(n) for n in results_of(fw.graph)[:num_fwd_outputs] if isinstance(n, Node)}
-    dropped = beside_loss(fw, num_fwd_outputs) - inputs if drops_others else set()
-    outputs = {key: nbytes for key, nbytes in outputs.items() if key not in dropped}
-    own: dict[str, Any] = {"roots": roots, "planned": planned}
-    given = _Inputs(dict.fromkeys(fw.graph.find_nodes(op="placeholder"), 0))
-    forward = _points(of_fw, given, "forward", 0, **own)
-    # a backward input counts nothing if the step has it anyway: a forward input, an output that stays, a repeat
-    known = inputs | set(outputs)
+    dropped = beside_loss(fw, num_fwd_outputs) - of_fw.inputs if drops_others else set()
+    returned = {storage_of(n): _bytes(n) for n in results_of(fw.graph)[:num_fwd_outputs] if isinstance(n, Node)}
+    for key in dropped:
+        del returned[key]
+    fw_inputs = _Inputs(dict.fromkeys(fw.graph.find_nodes(op="placeholder"), 0))
+    bw_inputs = _inputs_of_backward(fw, bw, num_fwd_outputs, of_fw.inputs | set(returned), dropped)
+    returned_bytes = sum(nbytes for key, nbytes in returned.items() if key not in of_fw.inputs)
+    return (
+        *_points(of_fw, fw_inputs, "forward", 0, roots=roots, planned=planned),
+        *_points(of_bw, bw_inputs, "backward", returned_bytes, roots=roots, planned=planned),
+    )
+
+
+def _inputs_of_backward(
+    fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, counted: Collection[Any], dropped: Collection[Any]
+) -> _Inputs:
+    """The inputs of `bw`. Storages that are `counted` elsewhere have no bytes here; the user has `dropped` outputs."""
+    pairs = crossing_nodes(fw, bw, num_fwd_outputs)
     saved = {slot: storage_of(node) for node, slot in pairs}
     on_host = {slot for node, slot in pairs if node.target is offload_wait}
-    input_bytes: dict[Node, int] = {}
+    known = set(counted)
+    nbytes: dict[Node, int] = {}
     for node in bw.graph.find_nodes(op="placeholder"):
         key = saved.get(node, storage_of(node))
-        input_bytes[node] = 0 if key in known or node in on_host else _bytes(node)
+        nbytes[node] = 0 if key in known or node in on_host else _bytes(node)
         known.add(key)
-    returned_bytes = sum(nbytes for key, nbytes in outputs.items() if key not in inputs)
-    tangents = {n for n in input_bytes if n not in saved and aot.is_tangent(n)} if aot.keeps_tangents() else set()
-    lent = {storage_of(slot) for slot, key in saved.items() if key in dropped}
-    backward = _points(of_bw, _Inputs(input_bytes, tangents, lent), "backward", returned_bytes, **own)
-    return (*forward, *backward)
+    tangents = {n for n in nbytes if n not in saved and aot.is_tangent(n)} if aot.keeps_tangents() else set()
+    return _Inputs(nbytes, tangents, {storage_of(slot) for slot, key in saved.items() if key in dropped})
 
 
 def beside_loss(fw: GraphModule, num_fwd_outputs: int) -> set[Any]:
@@ -95,25 +101,25 @@ def beside_loss(fw: GraphModule, num_fwd_outputs: int) -> set[Any]:
 
 
 class _Inputs(NamedTuple):
-    """The inputs of a graph: their bytes, those that live to the end, and the storages that nothing is written over."""
+    """The inputs of a graph."""
 
     nbytes: Mapping[Node, int]
-    to_end: Iterable[Node] = ()
-    lent: Iterable[Any] = ()
+    to_end: Iterable[Node] = ()  # those that live to the end of the graph
+    lent: Iterable[Any] = ()  # storages that a program may refer to, so that nothing is written over them
 
 
 def _points(
     memory: GraphMemory, inputs: _Inputs, phase: str, base: int, *, roots: Mapping[str, str], planned: bool
 ) -> list[LivePoint]:
-    """The bytes alive while each node of a graph runs. `base`: those that are alive throughout, beside its own."""
+    """The bytes alive while each node of a graph runs. `base`: bytes that are alive from its begin to its end."""
     nodes, key_of = memory.nodes, memory.keys.__getitem__
     outputs = memory.outputs | storages(inputs.to_end)
     kernels = None
-    if memory.fused and memory.on_cuda:  # seen there; C++ kernels differ
+    if memory.fused and memory.on_cuda:  # `Kernels` says what Inductor does on CUDA; its C++ kernels differ
         pads_rows = not planned and not pads_no_rows(memory.gm)
         kernels = replace(memory.kernels, pads_rows=pads_rows, lent=set(inputs.lent))
-    # from there on the memory that a copy back fills counts as that of its wait's result
     readers = last_readers(nodes, memory.counted, kernels, key_of)
+    # `reload_start` returns the memory that it fills. The wait for it, its last reader, counts that memory itself.
     last = {n: i - 1 if n.target is reload_start else i for n, i in readers.items()}
     sizes = {n: inputs.nbytes.get(n, _bytes(n)) for n in nodes}
     bytes_alive = alive_along(
@@ -125,11 +131,11 @@ def _points(
         kernels=kernels,
         key_of=key_of,
     )
-    points, where = [], ("", "")
+    points, where = [], ("", "")  # `where`: module and line of the last node that has them
     for node, alive in zip(nodes, bytes_alive, strict=True):
         if node.op != "placeholder":
             own = place_of(node, roots)
-            where = own if any(own) else where  # a node that a hook put in has none
+            where = own if any(own) else where
             alive += base + workspace_bytes(node)
             points.append(LivePoint(phase, "(end)" if node.op == "output" else node.name, alive, *where))
     return points
@@ -152,7 +158,7 @@ def joined_points(graphs: Sequence[Sequence[LivePoint]], *, apart: bool = False)
     """
     points: list[LivePoint] = []
     before: list[int] = []  # bytes alive before each graph
-    alive = gradients = 0  # `gradients`: what the backwards that have run leave behind
+    alive = gradients = 0  # `gradients`: bytes that backwards have left so far
     for graph in graphs:
         before.append(alive)
         points += (found := _shifted(graph, "forward", alive))

@@ -16,37 +16,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
 from cudagraph.graph.snapshots import SNAPSHOT, written_inputs
-from cudagraph.placeholder import results_of
 
 from ..graphs.nodes import (
     FACTOR,
     NO_VERSION_CHECK,
-    input_storages,
     is_float,
+    lasting_storages,
     region_output,
     storage_of,
-    storages,
     target_name,
 )
 from ..graphs.read_tables import CONVERSIONS, MOVES
-from ..graphs.saved import SavedTensor, crossing_pairs, rows_of
-from ..hook import Hook
+from ..graphs.saved import SavedTensor, crossing_nodes, rows_of
 from ..torch_private.values import hint, same_size
-from .answers import in_plans_only
 from .edits import call
-from .plan import Plan, with_rows
+from .plan import Plan, stand_in, with_rows
 from .repeats import slots_of, stop_saving
 
-MULTIPLE = Hook("multiplied again", in_plans_only, in_plans_only)
-"""Stands in plans for the hook of a value that the backward computes as a multiple of another one. Never run."""
-
+MULTIPLE = stand_in("multiplied again")  # the backward computes the value as a multiple of another one
 _COPIES = MOVES | CONVERSIONS
 _SMALL = 8  # A factor is at most this part of the multiple, so that a copy of it is worth what is not saved.
 
@@ -73,33 +66,23 @@ def multiply_anew(
     `parameters`: inputs of `fw` that are parameters. Returns a row for each multiple, and the names of copies of
     parameters, which are saved in their place.
     """
-    pairs = [(n, slot) for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)]
+    pairs = crossing_nodes(fw, bw, num_fwd_outputs)
     written = {storage_of(n) for n in written_inputs(fw, num_fwd_outputs)}
     slots = {
         n: slot
         for n, slot in pairs
         if is_float(n) and storage_of(n) not in written and not (n.meta.get(NO_VERSION_CHECK) or n.meta.get(SNAPSHOT))
     }
-    factors = {n for n in slots if n in parameters or _one_a_row(n)}
-    alive = input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])
+    alive = lasting_storages(fw, num_fwd_outputs)
     views = Counter(storage_of(n) for n, _ in pairs)
-    found: list[_Multiple] = []
-    left = dict(slots)  # without the multiples that were found: these are no sources
-    for node, slot in reversed(slots.items()):
-        if storage_of(node) not in alive and views[storage_of(node)] == 1 and slot.users:
-            others = left.keys() - {node}
-            chain = _chain_of(node, others, factors - {node})
-            if chain:
-                sources = tuple(dict.fromkeys(a for n in chain for a in n.all_input_nodes if a not in chain))
-                found.append(_Multiple(node, slot, tuple(sorted(chain)), sources))
-                del left[node]
-    # what became a multiple itself is made first
+    single = {n for n, slot in slots.items() if storage_of(n) not in alive and views[storage_of(n)] == 1 and slot.users}
+    found = _multiples(slots, single, {n for n in slots if n in parameters or _one_a_row(n)})
     rows = rows_of([(each.node, each.slot) for each in found], roots)
     for n in {n for each in found for n in each.sources if _one_a_row(n)}:
         n.meta[FACTOR] = True  # a hook of the user's could take it
     copies = _copies(fw, dict.fromkeys(n for each in found for n in each.sources if n in parameters))
     slots |= slots_of(fw, bw, num_fwd_outputs, copies.values())
-    for each in found:
+    for each in found:  # a source that is found later here is made before its readers, so before this one
         made = {source: slots[copies.get(source, source)] for source in each.sources}
         with bw.graph.inserting_before(min(each.slot.users)):
             for node in each.chain:
@@ -108,6 +91,21 @@ def multiply_anew(
     if found:
         stop_saving(fw, bw, num_fwd_outputs, [(each.node, each.slot) for each in found])
     return tuple(rows), frozenset(copy.name for copy in copies.values())
+
+
+def _multiples(slots: dict[Node, Node], single: Collection[Node], factors: Collection[Node]) -> list[_Multiple]:
+    """Those of `single` that are multiples of other keys of `slots` by `factors`, the last of the forward first.
+
+    The source of one may be found as well, since it comes later here; one that was found is no source of the next.
+    """
+    found: list[_Multiple] = []
+    sources = dict.fromkeys(slots)
+    for node in reversed(slots):
+        if node in single and (chain := _chain_of(node, sources.keys() - {node}, set(factors) - {node})):
+            read = dict.fromkeys(a for n in chain for a in n.all_input_nodes if a not in chain)
+            found.append(_Multiple(node, slots[node], tuple(sorted(chain)), tuple(read)))
+            del sources[node]
+    return found
 
 
 def _one_a_row(node: Node) -> bool:
@@ -128,9 +126,8 @@ def _copies(fw: GraphModule, parameters: Iterable[Node]) -> dict[Node, Node]:
 
 def with_multiples(plan: Plan, rows: Collection[SavedTensor], copies: Collection[str]) -> Plan:
     """`plan` with what `multiply_anew` returned: `rows` are saved without hooks only, `copies` with them only."""
-    own = (replace(d, saved_bytes=0) if d.saved.name in copies else d for d in plan.decisions)
-    plan = replace(plan, decisions=tuple(own))
-    return with_rows(plan, rows, MULTIPLE, "a multiple of another saved tensor; the backward multiplies again")
+    reason = "a multiple of another saved tensor; the backward multiplies again"
+    return with_rows(plan, rows, MULTIPLE, reason, instead=copies)
 
 
 def _chain_of(node: Node, sources: Collection[Node], factors: Collection[Node]) -> list[Node]:

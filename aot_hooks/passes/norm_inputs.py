@@ -117,6 +117,7 @@ def _rounded(bw: GraphModule, units: Iterable[Unit]) -> set[Any]:
 
 
 def _whole_norms(bw: GraphModule, boundary: Boundary) -> Iterator[Norm]:
+    """The norms whose backward is one operator. Batch norm in training is one; by running statistics it is none."""
     for node in bw.graph.nodes:
         names = _BACKWARDS.get(target_name(node))
         if names is None or argument_called("train", node) is False or argument_called("update", node) is False:
@@ -125,12 +126,12 @@ def _whole_norms(bw: GraphModule, boundary: Boundary) -> Iterator[Norm]:
         eps = next((e for name in ("eps", "epsilon") if (e := argument_called(name, node)) is not None), None)
         if x is None or mean is None or rstd is None:
             continue
-        if eps is None:
+        if eps is None:  # it is an argument of the forward only
             source = _sources(boundary.reads.forward_node_of.get(mean.node, mean.node))[-1]
             maker = source.args[0] if source.target is operator.getitem else source
             eps = argument_called("eps", maker) if isinstance(maker, Node) else None
         shape: Any = tuple(x.node.meta["val"].shape)
-        dims: Any = [i for i in range(len(shape)) if i != 1]
+        dims: Any = [i for i in range(len(shape)) if i != 1]  # of batch norm: all but the channels
         if node.target is _aten.native_layer_norm_backward.default:
             dims = range(len(shape) - len(argument_called("normalized_shape", node)), len(shape))
         elif node.target is _aten.native_group_norm_backward.default:
@@ -153,6 +154,7 @@ def _place_called(name: str, node: Node) -> _Place | None:
 
 
 def _decomposed_norms(bw: GraphModule, boundary: Boundary) -> Iterator[Norm]:
+    """The norms that are in pieces in both graphs: they are found by `var_mean` of the forward."""
     in_backward: dict[Node, list[Node]] = defaultdict(list)  # by the node of the forward that computes the same
     moved: dict[Node, list[Node]] = defaultdict(list)  # by the node of the forward that is copied or moved
     for node in bw.graph.nodes:
@@ -163,9 +165,9 @@ def _decomposed_norms(bw: GraphModule, boundary: Boundary) -> Iterator[Norm]:
     for variance in dict.fromkeys(calls):
         if target_name(variance) != "aten.var_mean.correction" or op_name(variance) not in _NORMS:
             continue
-        results: dict[Any, Node] = {user.args[1]: user for user in variance.users}
+        results: dict[Any, Node] = {user.args[1]: user for user in variance.users}  # 0: the variance, 1: the mean
         of_variance: Any = results[0].users if len(results) == 2 else ()
-        sums = [u for u in of_variance if u.target is _aten.add.Tensor and isinstance(u.args[1], float)]
+        sums = [u for u in of_variance if u.target is _aten.add.Tensor and isinstance(u.args[1], float)]  # with eps
         rstds = [user for each in sums for user in each.users if user.target is _aten.rsqrt.default]
         if not rstds:
             continue
@@ -174,8 +176,8 @@ def _decomposed_norms(bw: GraphModule, boundary: Boundary) -> Iterator[Norm]:
         dims = tuple(sorted(d % len(shape) for d in variance.args[1]))
         mean, rstd = (_statistic(moved[n], shape, dims) for n in (results[1], rstds[0]))
         copies = [n for source in _sources(x, inside=True) for n in in_backward[source]]
-        tops = [n for n in copies if not n.args or n.args[0] not in copies]
-        inputs = tuple(place for n in tops for place in _read_by_norms(n))
+        first = [n for n in copies if not n.args or n.args[0] not in copies]  # the others are copies of these
+        inputs = tuple(place for n in first for place in _read_by_norms(n))
         if mean is not None and rstd is not None and inputs:
             yield Norm(inputs, mean, rstd, sums[0].args[1], shape, dims)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -181,7 +181,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
     if step is not None:
         most = {name: max(getattr(each, name) for each in in_step) for name in ("elsewhere_bytes", "stock_bytes")}
         step = replace(step, **most)
-    held = [0, *itertools.accumulate(p.packed_bytes for p in plans)][: len(plans)]  # saved by the graphs before each
+    before = [0, *itertools.accumulate(p.packed_bytes for p in plans)]  # bytes saved by the graphs before each
     return Plan(
         tuple(decisions),
         tuple(replace(t, graph=i) for i, p in enumerate(plans) for t in p.transfers),
@@ -189,7 +189,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
         live_after=joined_points([p.live_after for p in plans], apart=bool(in_step)),
         before_ms=sum(p.before_ms for p in plans),
         after_ms=sum(p.after_ms for p in plans),
-        own_peak_bytes=max((at + p.own_peak_bytes for at, p in zip(held, plans, strict=True)), default=0),
+        own_peak_bytes=max((nbytes + p.own_peak_bytes for nbytes, p in zip(before, plans, strict=False)), default=0),
         in_step=step,
         chunked=tuple(each for p in plans for each in p.chunked),
         tiled=tuple(each for p in plans for each in p.tiled),
@@ -259,16 +259,28 @@ def with_reasons(plan: Plan, unpacked: Unpacked) -> Plan:
     return replace(plan, decisions=tuple(replace(d, reason=f"{d.reason}; {why}") if why else d for d, why in rows))
 
 
-def with_rows(plan: Plan, rows: Iterable[SavedTensor], hook: Hook, reason: str) -> Plan:
-    """`plan` with `rows` of values that are saved without hooks, and not with them: `hook` stands for the way."""
+def _never_called(x: Any) -> Any:
+    raise AssertionError(f"stands in plans only, but was called with {x!r}")
+
+
+def stand_in(name: str) -> Hook:
+    """A hook that stands in plans for that of a value which does not cross, and is never run."""
+    return Hook(name, _never_called, _never_called)
+
+
+def with_rows(plan: Plan, rows: Iterable[SavedTensor], hook: Hook, reason: str, instead: Collection[str] = ()) -> Plan:
+    """`plan` with `rows` of values that are saved without hooks, and not with them: `hook` stands for the way.
+
+    `instead`: the names of what is saved with hooks only, in their place.
+    """
     offset = max((d.saved.storage for d in plan.decisions), default=-1) + 1
-    decisions = []
+    decisions = [replace(d, saved_bytes=0) if d.saved.name in instead else d for d in plan.decisions]
     counted: set[int] = set()
     for row in rows:
         nbytes = 0 if row.storage in counted else row.nbytes
         counted.add(row.storage)
         decisions.append(Decision(replace(row, storage=row.storage + offset), hook, reason, 0, nbytes))
-    return replace(plan, decisions=(*plan.decisions, *decisions))
+    return replace(plan, decisions=tuple(decisions))
 
 
 def repeats_across_regions(graph: torch.fx.Graph) -> bool:
@@ -365,9 +377,9 @@ def _why_unpackable(value: SavedValue, readers: Sequence[Node]) -> str:
         return f"layout {value.value.layout}"
     if any(target_name(n) in _RANDOM_STATE for n in (producer(node), *readers)):
         return "random state"
-    inside = region_output(node)  # a nested compiled region saved it for its own backward
     if any(n.meta.get(MADE_EARLY) for n in (node, producer(node))):
         return "a gradient that the forward made, see docs/chunk.md"
+    inside = region_output(node)  # not None, if a nested compiled region saved it for its own backward
     if node.meta.get(PACKED) or (inside is not None and inside.meta.get(PACKED)):
         return "packed in a nested compiled region"
     if node.meta.get(FACTOR):

@@ -128,14 +128,12 @@ def _replace_number(bw: GraphModule, node: Node) -> None:
     """Have readers of `node`, a number or None, read it elsewhere: a size is an input of `bw` already."""
     value = node.meta["val"]
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        value = next((n for n in bw.graph.find_nodes(op="placeholder") if _is_same_size(n.meta["val"], value)), node)
+        own = type(value), torch_values.expression(value)
+        slots = ((slot, slot.meta["val"]) for slot in bw.graph.find_nodes(op="placeholder"))
+        value = next((slot for slot, x in slots if type(x) is own[0] and torch_values.expression(x) == own[1]), node)
     for user in list(node.users):
         user.args = map_arg(user.args, lambda n: value if n is node else n)
         user.kwargs = map_arg(user.kwargs, lambda n: value if n is node else n)
-
-
-def _is_same_size(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and torch_values.expression(value) == torch_values.expression(other)
 
 
 def save_instead(

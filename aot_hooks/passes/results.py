@@ -15,26 +15,21 @@ unless it takes more bytes than what is no longer saved.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from cudagraph.graph.snapshots import SNAPSHOT
-from cudagraph.placeholder import results_of
 
 from ..graphs.backward_reads import BackwardReads
-from ..graphs.nodes import NO_VERSION_CHECK, input_storages, is_float, storage_bytes, storage_of, storages
+from ..graphs.nodes import NO_VERSION_CHECK, is_float, lasting_storages, storage_bytes, storage_of
 from ..graphs.repeats import draws, twins
-from ..graphs.saved import SavedTensor, crossing_pairs, rows_of
-from ..hook import Hook
-from .answers import in_plans_only
+from ..graphs.saved import SavedTensor, crossing_nodes, rows_of
 from .edits import with_inputs
-from .plan import Plan, with_rows
+from .plan import Plan, stand_in, with_rows
 from .repeats import erase_unused, save_instead
 
-RESULT = Hook("result saved", in_plans_only, in_plans_only)
-"""Stands in plans for the hook of a value that does not cross, because what is computed from it does. Never run."""
+RESULT = stand_in("result saved")  # what is computed from the value crosses
 
 
 def save_results(
@@ -44,8 +39,8 @@ def save_results(
 
     Returns a row for each value that no longer crosses, and the names of those that cross in their place.
     """
-    pairs = [(n, slot) for n, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(n, Node)]
-    alive = input_storages(fw.graph) | storages(results_of(fw.graph)[:num_fwd_outputs])
+    pairs = crossing_nodes(fw, bw, num_fwd_outputs)
+    alive = lasting_storages(fw, num_fwd_outputs)
     reads = BackwardReads(fw, bw, pairs)
     donated = {slot: n for n, slot in pairs if is_float(n) and storage_of(n) not in alive}
     blocked = [slot for slot, n in donated.items() if _may_move(n) and not _is_smooth(reads, slot)]
@@ -74,9 +69,8 @@ def save_results(
 
 def with_results(plan: Plan, rows: Collection[SavedTensor], names: Collection[str]) -> Plan:
     """`plan` with what `save_results` returned: `rows` cross without hooks only, `names` with them only."""
-    own = (replace(d, saved_bytes=0) if d.saved.name in names else d for d in plan.decisions)
-    plan = replace(plan, decisions=tuple(own))
-    return with_rows(plan, rows, RESULT, "no hook may round it; what the backward computes from it is saved instead")
+    reason = "no hook may round it; what the backward computes from it is saved instead"
+    return with_rows(plan, rows, RESULT, reason, instead=names)
 
 
 def _smooth_results(

@@ -24,6 +24,7 @@ from cudagraph.placeholder import nearest_first
 
 from ..graphs.nodes import target_name
 from ..graphs.read_tables import CONVERSIONS, MOVES
+from ..graphs.rows import shape_of
 from ..torch_private.values import same_size
 from .edits import call, described_as, run_on_fakes
 
@@ -81,17 +82,17 @@ def _scaled(total: Node, position: dict[Node, int]) -> _Scaled | None:
     terms, dims = cast(Any, total.args[:2])
     if target_name(terms) != "aten.mul.Tensor" or len(terms.all_input_nodes) != 2 or not _is_backward(terms):
         return None
-    if list(dims) not in ([-1], [len(_shape(terms)) - 1]):
+    if list(dims) not in ([-1], [len(shape_of(terms)) - 1]):
         return None
     for gradient, value in (terms.all_input_nodes, terms.all_input_nodes[::-1]):
         y = _origin(value)
-        forward = None if _is_backward(y) or not _has_shape(gradient, _shape(value)) else _product(y)
+        forward = None if _is_backward(y) or not _has_shape(gradient, shape_of(value)) else _product(y)
         if forward is None or not _has_rows(forward, y, gradient) or not _read_only_by(y, terms):
             continue
         for scaled in gradient.users:
             parts = [n for n in scaled.all_input_nodes if n is not gradient]
             is_scaled = target_name(scaled) == "aten.mul.Tensor" and len(parts) == 1 and _is_backward(scaled)
-            if not is_scaled or not _has_shape(parts[0], (*_shape(gradient)[:-1], 1)):
+            if not is_scaled or not _has_shape(parts[0], (*shape_of(gradient)[:-1], 1)):
                 continue
             of_input, of_weight = _gradients(scaled, forward)
             if of_input is not None and of_weight is not None and position[scaled] < position[total]:
@@ -121,7 +122,7 @@ def _gradients(scaled: Node, forward: _Product) -> tuple[Node | None, Node | Non
 def _replace(graph: Graph, scaled: _Scaled) -> None:
     total, gradient, scale, forward, of_input, of_weight = scaled
     terms: Any = total.args[0]
-    h, rows = forward.left[0], _shape(forward.left[0])[:-1]
+    h, rows = forward.left[0], shape_of(forward.left[0])[:-1]
     with graph.inserting_before(total), described_as(total):
         g = _formed(graph, gradient, [*rows, _width(gradient)], h.meta["val"].dtype)
         if forward.more and not g.meta["val"].is_contiguous():  # a grouped product refuses other strides
@@ -134,7 +135,7 @@ def _replace(graph: Graph, scaled: _Scaled) -> None:
         sums = call(graph, _aten.sum.dim_IntList, product, [-1], *total.args[2:], **total.kwargs)
         if forward.more:
             sums = _zero_outside(graph, sums, forward.more[0])
-        made = {total: _formed(graph, sums, list(_shape(total)))}
+        made = {total: _formed(graph, sums, list(shape_of(total)))}
         made[of_input] = _formed(graph, call(graph, _aten.mul.Tensor, u, s), None, of_input.meta["val"].dtype)
         weighed = _formed(graph, call(graph, _aten.mul.Tensor, h, s), None, h.meta["val"].dtype)
         left, right = (weighed, g) if _untransposed(cast(Any, of_weight.args[0]))[0] is h else (g, weighed)
@@ -166,10 +167,10 @@ def _has_rows(forward: _Product, y: Node, gradient: Node) -> bool:
     h, turned = forward.left
     if _width(h) >= _width(y) or torch.float16 in (n.meta["val"].dtype for n in (h, y, gradient)):
         return False
-    rows = _shape(h)[:-1]
+    rows = shape_of(h)[:-1]
     if turned or not _has_shape(y, (*rows, _width(y))) or any(not isinstance(n, Node) for n in forward.more):
         return False
-    known = all(type(n) is int for n in (*rows, *_shape(gradient)))
+    known = all(type(n) is int for n in (*rows, *shape_of(gradient)))
     return known or (not forward.more and _has_shape(gradient, (*rows, _width(y))))
 
 
@@ -177,17 +178,13 @@ def _is_backward(node: Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
-def _shape(node: Node) -> tuple[Any, ...]:
-    return tuple(node.meta["val"].shape)
-
-
 def _width(node: Node) -> int:
     """Its numbers in a row; one for a tensor without dimensions."""
-    return cast(int, [1, *_shape(node)][-1])
+    return cast(int, [1, *shape_of(node)][-1])
 
 
 def _has_shape(node: Node, shape: tuple[Any, ...]) -> bool:
-    own = _shape(node)
+    own = shape_of(node)
     return len(own) == len(shape) and all(map(same_size, own, shape))
 
 
@@ -195,14 +192,11 @@ def _origin(node: Node) -> Node:
     """What `node` is a copy of, with the rows in the same order."""
     while target_name(node) in _COPIES and target_name(node) not in _TRANSPOSES and len(node.all_input_nodes) == 1:
         (source,) = node.all_input_nodes
-        if not same_size(_width(source), _width(node)) or not _as_many(source, node):
+        as_many = same_size(source.meta["val"].numel(), node.meta["val"].numel())
+        if not as_many or not same_size(_width(source), _width(node)):
             break
         node = source
     return node
-
-
-def _as_many(one: Node, other: Node) -> bool:
-    return same_size(one.meta["val"].numel(), other.meta["val"].numel())
 
 
 def _product(node: Node) -> _Product | None:
@@ -226,7 +220,7 @@ def _transposes(node: Node) -> bool:
     name, args = target_name(node), cast(Any, node.args)
     if name not in _TRANSPOSES:
         return False
-    rank = len(_shape(node))
+    rank = len(shape_of(node))
     last = [rank - 2, rank - 1]
     if name == "aten.permute.default":
         return rank > 1 and [d % rank for d in args[1]] == [*range(rank - 2), *reversed(last)]
@@ -235,7 +229,7 @@ def _transposes(node: Node) -> bool:
 
 def _turned(graph: Graph, node: Node, turned: bool) -> Node:
     """`node`, with its last two dimensions exchanged if `turned`."""
-    rank = len(_shape(node))
+    rank = len(shape_of(node))
     return call(graph, _aten.permute.default, node, [*range(rank - 2), rank - 1, rank - 2]) if turned else node
 
 

@@ -53,7 +53,8 @@ def _share(attention: Node, copies: dict[Node, Node] | None) -> bool:
     repeated: Any = attention.args[at : at + 2]
     shared = [_before_repeating(node) for node in repeated]
     masks = (argument_called(name, attention) for name in ("attn_bias", "attn_mask"))
-    if any(mask is not None for mask in masks) or len({_heads(node) for node in shared}) > 1:
+    head_counts = {0 if node is None else int(node.meta["val"].shape[1]) for node in shared}
+    if any(mask is not None for mask in masks) or len(head_counts) > 1:
         return False
     sums: dict[Node, Node] = {}
     for i, node in enumerate(shared, start=1):
@@ -88,10 +89,6 @@ def _copied(node: Node, reader: Node, copies: dict[Node, Node]) -> Node:
             copy = call(reader.graph, torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
         copies[node] = copy
     return copies[node]
-
-
-def _heads(node: Node | None) -> int:
-    return 0 if node is None else int(node.meta["val"].shape[1])
 
 
 def _before_repeating(heads: Any) -> Node | None:

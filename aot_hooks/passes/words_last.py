@@ -163,7 +163,7 @@ def _view(state: _Pass, node: Node, first: _Moved) -> None:
     if ones:
         made = state.add(_aten.squeeze.dims, made, [order[i] for i in ones])
         order = _without(order, ones)
-    for i in new:  # next to the dimension that it stands next to in the view
+    for i in new:  # beside the dimension that follows it in the view, or behind all
         at = order[i] if i < len(order) else order[-1] + 1 if order else 0
         made = state.add(_aten.unsqueeze.default, made, at)
         order = [d + (d >= at) for d in order]

@@ -70,7 +70,7 @@ class Budget:
         arguments += [] if self.total is None else [f"total={as_argument(self.total)!r}"]
         arguments += [] if self.max_slowdown is None else [f"max_slowdown={_shown(self.max_slowdown)}"]
         arguments += [] if self.allow == ALLOWED else [f"allow={self.allow!r}"]
-        arguments += [] if self.max_error == 0.05 else [f"max_error={self.max_error!r}"]
+        arguments += [] if self.max_error == 0.05 else [f"max_error={self.max_error!r}"]  # the default of `budget`
         return f"budget({', '.join(arguments)})"
 
 

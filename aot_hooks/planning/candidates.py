@@ -308,7 +308,10 @@ class Simulation:
         return self._typed(graphs, replace(way, again=only[0]), rates, most_ms)
 
     def _sending_less(self, best: Typed, rates: Rates | None) -> Typed:
-        """`best`, or the same with values computed again, one more for as long as copies then stall for less."""
+        """`best`, or the same way with some values computed again and not sent.
+
+        It takes one value more as long as computing that takes less time than copies stall the step.
+        """
         way = replace(best.way, again=POINTWISE)
         before = self._with_more(way, 0)
         for count in itertools.count(1):

@@ -489,7 +489,8 @@ class Group:
     def plan_or_accept(self, step: Step, trace: Trace, instants: Callable[..., list[Instant]]) -> None:
         """Accept a `step` that fits, or that no plan can make smaller; else have its graphs compiled again.
 
-        `instants` returns those of `trace`, see `instants_of`.
+        Where they can't be compiled again, the step is accepted with a warning. If Dynamo is only busy, a later step is
+        planned. `instants` returns those of `trace`, see `instants_of`.
         """
         taken = max(instant.nbytes(lambda version: version.nbytes) for instant in instants(lambda version: version))
         of_graphs = instants(lambda version: version.graph)
@@ -539,8 +540,10 @@ class Group:
             self.accepted.clear()  # the next step is over what is left, and gets another plan
 
     def has_plan_for(self, instants: Sequence[Instant]) -> bool:
-        """Whether the graphs have been planned for a step of these instants, with as many bytes of gradients, and with
-        no more outputs that are free."""
+        """Whether the graphs have been planned for a step of these instants.
+
+        It must have had at least as many bytes of gradients, and outputs that free no more than these.
+        """
 
         def calls(instants: Sequence[Instant]) -> list[Any]:
             return [(instant.phase, instant.runs, instant.holding) for instant in instants]

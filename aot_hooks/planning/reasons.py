@@ -10,8 +10,7 @@ from ..errors import BudgetWarning, warn_user
 from ..graphs.nodes import storage_of
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
-from ..passes.answers import in_plans_only
-from ..passes.plan import Decision, Plan
+from ..passes.plan import Decision, Plan, stand_in
 from .assignment import Assignment
 from .budget import mib
 from .in_step import bytes_of, in_step
@@ -19,8 +18,7 @@ from .search import Tried
 from .solver import Solution
 from .step import KEPT, RECOMPUTE, Moment, Option, Step
 
-RECOMPUTED = Hook(RECOMPUTE, in_plans_only, in_plans_only)
-"""Stands in plans for the hook of a value that the backward computes again. Never run."""
+RECOMPUTED = stand_in(RECOMPUTE)
 _MIB = 1 << 20
 
 

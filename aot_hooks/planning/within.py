@@ -61,7 +61,7 @@ def partition_within(
             if follows:
                 raise
             warn_of_refused(budget, e)
-    alone = budget.moments == ALONE and not budget.wholes  # else ways of the whole step may do
+    alone = budget.moments == ALONE and not budget.wholes  # no other call counts, and no way of a whole step is tried
     budget = replace(budget, recipe=None)
     strict = replace(budget, lenient=False)
     errors: list[BudgetError] = []

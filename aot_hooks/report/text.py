@@ -159,8 +159,8 @@ def format_report(
         "",
         f"{f'saved_{unit}':>10} {f'packed_{unit}':>11} {'tensors':>8}  what, where / how and why",
     ]
-    for title, kind in (("packed", True), ("stays", False)):
-        section = [r for r in counting if (r.decision.hook is not KEEP) == kind]
+    for title, is_packed in (("packed", True), ("stays", False)):
+        section = [r for r in counting if (r.decision.hook is not KEEP) == is_packed]
         if section:
             lines.append(f"{title}:")
         for row in section:

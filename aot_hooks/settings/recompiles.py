@@ -35,7 +35,7 @@ def note_compilation(compiled: Any, setting: Setting, record: Record) -> None:
         return
     before = (_records.get(compiled) or _records.set(compiled, {})).setdefault(record.text, [])
     before[:] = [other for other in before if not other.is_forgotten]
-    # unchanged where the rule still does what an earlier graph has of it: the graphs differ in something else, in sizes
+    # the rule does the same as when an earlier graph was compiled: the graphs differ in something else, such as sizes
     if any(other.choices == record.choices or other.matches(setting.rule) for other in before):
         return
     before.append(record)

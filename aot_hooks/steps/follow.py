@@ -173,7 +173,10 @@ class Follower:
             self._different_count = self._ended_count = 0
 
     def _actions(self) -> list[ItemAction]:
-        """The actions before the last event of the step. Finds the known step to follow, and marks the time."""
+        """The actions before the last event of the step. Finds the known step to follow, and marks the time.
+
+        At the first event that the followed step does not have, all copies in flight are joined.
+        """
         run = self.run
         at = len(run.step.events) - 1
         actions = [(Do.JOIN, item) for item in run.unplanned]

@@ -198,9 +198,12 @@ def plan_step(
 
 
 def _with_fewest(most: StepPlan, count: int, plan_of: Callable[[int], StepPlan]) -> StepPlan:
-    """The plan that sends the fewest of `count` items, and is no more over its room than `most`, which sends all."""
+    """The plan that sends the fewest of `count` items, and is no more over its room than `most`, which sends all.
+
+    `plan_of` makes the plan that sends the first n of them.
+    """
     least = max(0.0, most.excess_bytes or 0.0)
-    if math.isinf(least):  # a step that no budget knows
+    if math.isinf(least):  # the room is unknown
         return most
     return plan_of(bisect.bisect_left(range(count), True, key=lambda n: (plan_of(n).excess_bytes or 0.0) <= least))
 

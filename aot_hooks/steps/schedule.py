@@ -224,10 +224,12 @@ class _Timeline:
         return before == 0 or before + item.nbytes <= self.in_flight_limits[item.kind]
 
     def _out(self, chosen: Sequence[int], found: _Found) -> None:
+        """Place the copies out of `chosen`: each starts when its item is made, and waits where it should be done."""
         gaps, last = self.forward, len(self.forward) - 1
         in_flight: deque[int] = deque()
         bytes_in_flight = [0] * len(self.in_flight_limits)  # of each kind
-        free_at = late_at = stalled = 0.0  # the link, also if it is slow; the compute over its plain times
+        free_at = late_at = 0.0  # when the link is free: at its speed, and at that with which a budget plans
+        stalled = 0.0  # how much later than without copies the compute is
 
         def wait(gap: int | None = None) -> None:
             """Wait for the oldest copy: at its planned gap or, to make room, in `gap`."""
@@ -243,8 +245,8 @@ class _Timeline:
             found.forward.append((gap, "wait", i))
 
         def drain(gaps: range) -> None:
-            """Wait in each of `gaps` for the copies that are planned to end there, or have no room any more."""
-            for gap in gaps if self.room is not None else gaps[-1:]:
+            """Wait for the copies that are planned to end in `gaps`; with `room` also for what has none there."""
+            for gap in gaps if self.room is not None else gaps[-1:]:  # without `room` only the last gap counts
                 while in_flight and found.of[in_flight[0]].wait <= gap:
                     wait()
                 while in_flight and self.room is not None and sum(bytes_in_flight) > self.room[0][gap]:
@@ -278,11 +280,12 @@ class _Timeline:
             wait(max(found.of[in_flight[0]].wait, found.forward[-1][0]))
 
     def _back(self, found: _Found) -> None:
+        """Place the copies back of the items in `found`, and add their stalls."""
         order = sorted(found.of, key=lambda i: self.items[i].used)
         events = [(key, "reload", i) for i, key in self._reload_keys(order).items()]
         events += [((self.items[i].used, 1, n), "use", i) for n, i in enumerate(order)]
         gaps, stalled, free_at = self.backward, 0.0, 0.0
-        for (gap, _, _), what, i in sorted(events, key=operator.itemgetter(0)):  # copies back of one gap: as in `order`
+        for (gap, _, _), what, i in sorted(events, key=operator.itemgetter(0)):  # for the keys see `_reload_keys`
             found.backward.append((gap, what, i))
             now = gaps[gap] + stalled
             p = found.of[i]

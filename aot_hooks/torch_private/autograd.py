@@ -178,13 +178,16 @@ def is_python_node(node: Any) -> bool:
     return isinstance(node, need("torch._C._FunctionBase"))
 
 
-def packed_by(node: Any) -> dict[str, Any]:
-    """What the pack hooks returned for the tensors that `node` has saved, by names; {} if they are released.
+INPUT = "_raw_saved_input"  # the attribute for the input of a norm
 
-    Every generated node has an attribute for each saved tensor or list of them. It is a `SavedTensor`, whose `data` is
-    what its hook returned (2.11 to 2.15).
+
+def packed_by(node: Any) -> dict[tuple[str, int], Any]:
+    """What the pack hooks returned for the tensors that `node` has saved; {} if they are released.
+
+    Every generated node has an attribute for each saved tensor or list of them. The keys are the attribute and the
+    position in the list. The value is a `SavedTensor`, whose `data` is what its hook returned (2.11 to 2.15).
     """
-    found: dict[str, Any] = {}
+    found: dict[tuple[str, int], Any] = {}
     names = ("_raw_saved_tensors",) if is_python_node(node) else _attributes(node)[0]
     for name in names:
         try:
@@ -193,7 +196,7 @@ def packed_by(node: Any) -> dict[str, Any]:
             return {}
         several = raw if isinstance(raw, tuple | list) else (raw,)
         data = ((i, each.data) for i, each in enumerate(several) if each is not None)
-        found.update((f"{name}.{i}", held) for i, held in data if held is not None)
+        found.update(((name, i), packed) for i, packed in data if packed is not None)
     return found
 
 

@@ -243,22 +243,17 @@ class Traced:
         references = [_weakly(value) for _, value in self.parts]
         build = self.build
 
-        def install(source: Any, at: int | None) -> None:
-            """Has Dynamo check `holds` where it checks `source`, of which part number `at` is; None: of none."""
+        def check(number: int, now: Any) -> bool:
+            """Whether `holds` with `now` as part `number`, and with the other parts as they are."""
+            parts = [value() for value in references]
+            parts[number] = now
+            return not any(part is None for part in parts) and holds(*(each(parts) for each in build))
 
-            def check(now: Any) -> bool:
-                parts = [value() for value in references]
-                if at is not None:
-                    parts[at] = now
-                return not any(part is None for part in parts) and holds(*(each(parts) for each in build))
-
+        for number, (source, _) in enumerate(self.parts):
             name = source.name if isinstance(source.name, str) else source.name()  # a method before 2.13
-            _install(source, check, f"{'what is made inside' if at is None else name} is the same hook or policy")
-
-        for at, (source, _) in enumerate(self.parts):
-            install(source, at)
-        if not self.parts:  # made of constants; a guard needs a source
-            install(need("torch._dynamo.source.GlobalStateSource")(), None)
+            _install(source, functools.partial(check, number), f"{name} is the same hook or policy")
+        if not self.parts:  # the values are made of constants
+            guard_state(lambda: holds(*(each([]) for each in build)), "what is made inside is the same hook or policy")
 
 
 def guard_state(holds: Callable[[], bool], text: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from .. import counters
-from ..graph.analyse import Kind, prepare_and_analyse, report, warn_once
+from ..graph.analyse import Kind, prepare_and_analyse, refuse_or_warn, report
 from ..graph.blockers import WRITES_TO_CALLER
 from ..options import Options
 from ..placeholder import PlaceholderInfo
@@ -67,7 +67,7 @@ def _capturable(code: Any, found: AnalysedGraph, options: Options) -> Piece | No
         return None
     if (reason := compilers.reason_of_inductor(code)) is not None:
         what = f"{found.piece.name} can't be captured; Inductor says: {reason}"
-        warn_once(what, "it runs as it is", (reason,), options)
+        refuse_or_warn(what, "it runs as it is", (reason,), options)
         return None
     return dataclasses.replace(
         found.piece, mutated_inputs=compilers.mutated_inputs(code), constants=compilers.constants_of(code)

@@ -84,6 +84,7 @@ def whole_piece(gm: GraphModule, kind: Kind, device: torch.device, run: Boxed) -
 
 
 def _piece_of(part: Part, name: str, run: Callable[..., Any], kind: Kind, device: torch.device) -> Piece:
+    """What a tree has to know of `part`, read off its nodes; `run` runs it."""
     graph, arguments = part.nodes[0].graph, part.inputs
     saved: tuple[int, ...] | None = None if kind.phase == "forward" else ()
     if kind.phase == "forward" and kind.returned_count is not None:

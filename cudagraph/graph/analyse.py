@@ -163,7 +163,7 @@ def report(analysis: Analysis, options: Options, captured_count: int | None = No
     if analysis.device is None:
         # a machine without CUDA gets one line in all
         causes = sorted(map(str, blockers)) if torch.cuda.is_available() else []
-        warn_once(
+        refuse_or_warn(
             f"{name}: nothing to capture, all of it runs on the CPU{lines}",
             "CUDA graphs need tensors on a CUDA device; it runs as it is",
             ("nothing to capture", *causes),
@@ -172,7 +172,7 @@ def report(analysis: Analysis, options: Options, captured_count: int | None = No
     elif not analysis.whole and blockers:
         count = analysis.captured_count if captured_count is None else captured_count
         what = f"{count} part{'s' if count > 1 else ''} of it captured" if count else "nothing of it is captured"
-        warn_once(
+        refuse_or_warn(
             f"{name} can't be captured whole, {what}, because:{lines}",
             "move these operators out of the compiled function, or give them what they need on the device",
             tuple(sorted({f"{b.op} {b.reason} {b.source_line}" for b in blockers})),
@@ -180,7 +180,8 @@ def report(analysis: Analysis, options: Options, captured_count: int | None = No
         )
 
 
-def warn_once(what: str, way_out: str, cause: tuple[str, ...], options: Options) -> None:
+def refuse_or_warn(what: str, way_out: str, cause: tuple[str, ...], options: Options) -> None:
+    """Raise `NotCapturableError` with `options.or_error`; else warn, once for each `cause`."""
     if options.or_error:
         raise NotCapturableError(f"{what}\n{way_out}; or leave options['or_error'] and CUDAGRAPH_OR_ERROR unset")
     if cause not in reported:

@@ -28,10 +28,10 @@ CPU = torch.device("cpu")
 _CONTROL_FLOW = {"cond", "while_loop", "while_loop_stack_output", "switch"}
 
 # Operators that read a result on the host, for example to raise an error, or use a library that can't be captured.
-HOST_READS = {
-    "aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd", "aten::linalg_eig", "aten::linalg_lstsq",
-    "aten::equal", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::_pin_memory", "aten::record_stream",
-}  # fmt: skip
+HOST_READS = set(
+    "aten::_linalg_check_errors aten::_linalg_eigh aten::_linalg_svd aten::linalg_eig aten::linalg_lstsq aten::equal "
+    "aten::is_nonzero aten::_local_scalar_dense aten::_pin_memory aten::record_stream".split()
+)
 
 # Namespaces of operators by which processes talk to each other.
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
@@ -45,9 +45,9 @@ _SIZES = ("aten.sym_size", "aten.sym_stride", "aten.sym_numel", "aten.sym_storag
 _SIZE_CHECKS = {"aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"}
 
 # Operators that change the memory or the shape of a tensor object without the tag `inplace_view`.
-_REBIND_WITHOUT_TAG = {
-    "aten::set_data", "aten::_resize_output_", "aten::resize_as_sparse_", "inductor::resize_storage_bytes_",
-}  # fmt: skip
+_REBIND_WITHOUT_TAG = set(
+    "aten::set_data aten::_resize_output_ aten::resize_as_sparse_ inductor::resize_storage_bytes_".split()
+)
 
 _host_operators: set[Any] = set()
 
@@ -174,8 +174,7 @@ def source_of(node: Node) -> Node:
 
 
 def is_free(node: Node) -> bool:
-    """Whether `node` launches nothing: a view, an item of a tuple, arithmetic on sizes and checks of it, or an operator
-    on meta tensors alone."""
+    """Whether `node` launches nothing: a view, an item, work with sizes, or an operator on meta tensors alone."""
     return _is_view_or_size(node) or _is_on_meta(node)
 
 
@@ -189,7 +188,7 @@ def _is_on_meta(node: Node) -> bool:
 
 
 def _is_view_or_size(node: Node) -> bool:
-    """Whether `node` launches nothing: a view, an item of a tuple, a size."""
+    """Whether `node` is a view, an item of a tuple, arithmetic on sizes or a check of it."""
     target = node.target
     if node.op != "call_function" or target is operator.getitem:
         return True
@@ -235,8 +234,8 @@ def _by_operator(node: Node, device: torch.device) -> str | None:
 
 def _by_sizes(node: Node) -> str | None:
     for value in map(value_of, (node, *node.all_input_nodes)):
-        number = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-        symbols = set().union(*map(torch_cuda.data_dependent_sizes, [value] if number else tensors_in(value)))
+        is_symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        symbols = set().union(*map(torch_cuda.data_dependent_sizes, [value] if is_symbolic else tensors_in(value)))
         if symbols:
             return f"has a size that depends on the values of a tensor ({', '.join(sorted(map(str, symbols)))})"
     return None

@@ -22,17 +22,13 @@ from .blockers import CPU, attribute_of, tensors_of, value_of
 
 aten = torch.ops.aten
 
-_FACTORIES = {
-    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.zeros.default,
-    aten.ones.default, aten.eye.default, aten.eye.m, aten.scalar_tensor.default, aten.tril_indices.default,
-    aten.triu_indices.default,
-}  # fmt: skip
+_FACTORIES = {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default, aten.eye.m}
+_FACTORIES |= {aten.full.default, aten.zeros.default, aten.ones.default, aten.scalar_tensor.default}
+_FACTORIES |= {aten.tril_indices.default, aten.triu_indices.default}
 
 # Operators that write a number unchanged and compute nothing with it.
-_COPYING = {
-    aten.copy.default, aten.copy_.default, aten.fill.Tensor, aten.index_put.default, aten.masked_fill.Tensor,
-    aten.where.self,
-}  # fmt: skip
+_COPYING = {aten.copy.default, aten.copy_.default, aten.fill.Tensor}
+_COPYING |= {aten.index_put.default, aten.masked_fill.Tensor, aten.where.self}
 
 
 def prepare(gm: GraphModule, device: torch.device, *, numbers: bool) -> None:

@@ -107,10 +107,10 @@ class HostState:
         # Of each kind of container: its state in the snapshot, for `unchanged`. The lists are parallel.
         self._items, self._lengths = [*chain.from_iterable(self._lists)], [*map(len, self._lists)]
         self._classes, self._attribute_dicts = [*map(type, self._objects)], [*map(ATTRIBUTES, self._owners)]
-        self._copies = [*map(_plain_copy, self._dicts), *(each.copy() for each in self._lists)]
+        # by identity, for dicts and lists: `accept` changes the copies of dicts
+        self._copy_of = {id(d): _plain_copy(d) for d in self._dicts} | {id(x): x.copy() for x in self._lists}
         self._keys_in_order = [*chain.from_iterable(self._ordered_dicts)]
         self._full_dicts, self._empty_dicts = [d for d in self._dicts if d], [d for d in self._dicts if not d]
-        self._copy_of = {id(d): each for d, each in zip(self._dicts, self._copies, strict=False)}
         self._differentiable = [x for x in (*self.tensors.values(), *self.spread.values()) if x.requires_grad]
         self._hooks = [*map(torch_cuda.gradient_hooks, self._differentiable)]
         # Of `DTensor`s. A recording guards their parts, and other tensors.
@@ -194,10 +194,10 @@ class HostState:
             saved[key] = container[key]
 
     def copied(self) -> HostState:
-        """The same snapshot, for another recording: what one of the two accepts is a change to the other."""
+        """The same snapshot, for another recording: each of the two accepts values of its own."""
         other = copy.copy(self)
-        other._copies, other._dict_versions = [each.copy() for each in self._copies], [*self._dict_versions]
-        other._copy_of = {id(d): each for d, each in zip(other._dicts, other._copies, strict=False)}
+        other._copy_of = {key: each.copy() for key, each in self._copy_of.items()}
+        other._dict_versions = [*self._dict_versions]
         return other
 
     def with_flags_of(self, before: HostState) -> HostState:
@@ -214,8 +214,7 @@ class HostState:
             for key, value in container.items()
             if self._copy_of[id(container)].get(key, MISSING) is not value
         }
-        lists = zip(self._lists, self._copies[len(self._dicts) :], strict=True)
-        others = [each for each, saved in lists if isinstance(each, list) and not _same(each, saved)]
+        others = [x for x in self._lists if isinstance(x, list) and not _same(x, self._copy_of[id(x)])]
         return entries | {f"{self._seen[id(each)][1]}{ALL}": (each, slice(None)) for each in others}
 
     def restore(self) -> None:
@@ -223,8 +222,8 @@ class HostState:
         with contextlib.ExitStack() as stack:
             for view in self._views:
                 stack.callback(_restore_view, *view)
-            for container, saved in zip((*self._dicts, *self._lists), self._copies, strict=True):
-                stack.callback(_restore_container, container, saved)
+            for container in (*self._dicts, *self._lists):
+                stack.callback(_restore_container, container, self._copy_of[id(container)])
             for owner, own in zip(self._owners, self._attribute_dicts, strict=True):
                 if owner.__dict__ is not own:
                     stack.callback(object.__setattr__, owner, "__dict__", own)
@@ -458,6 +457,11 @@ def _same(now: Iterable[Any], saved: Iterable[Any]) -> bool:
     """Whether two sequences hold the same objects in the same order."""
     now, saved = [*now], [*saved]
     return len(now) == len(saved) and all(map(is_, now, saved))
+
+
+def is_of(path: str, roots: Iterable[str]) -> bool:
+    """Whether `path` is one of `roots`, or leads to something in one: "opt.lr" is of "opt", "opt_b.lr" is not."""
+    return any(path.startswith(root) and path[len(root) :][:1] in ("", ".", "[", ",") for root in roots)
 
 
 def _plain_copy(each: dict[Any, Any]) -> dict[Any, Any]:

@@ -42,11 +42,12 @@ def settings() -> tuple[Any, ...]:
     sdp, cudnn = torch.backends.cuda, torch.backends.cudnn
     parts = (getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None))
     return (
-        torch_cuda.top_saved_tensor_hooks(False), *torch_cuda.function_modes(),
-        torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled(),
-        sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled(),
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, *(getattr(x, "fp32_precision", None) for x in parts),
-    )  # fmt: skip
+        *(torch_cuda.top_saved_tensor_hooks(False), *torch_cuda.function_modes()),
+        *(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        *(sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled()),
+        *(cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        *(getattr(x, "fp32_precision", None) for x in parts),
+    )
 
 
 @contextlib.contextmanager
@@ -357,28 +358,31 @@ class _Attempt:
             raise CannotCapture(f"writes to input {written_input}, which is the caller's own memory")
 
     def find_blocks(self) -> None:
-        """Find the blocks that the recording needs. Raise if the step keeps others: nobody would know when such a block
-        is free."""
-        pool, others = self.pool, self.blocks_of_others
-        self.gradients.classify(self.device, self.cursor.driver, self.watch.seen if self.is_watched else None)
-        made = [torch_distributed.local_part(x) for x in self.results if isinstance(x, torch.Tensor)]
-        for x in made:
+        """Find the blocks of the pool that the recording needs. Raise if the step keeps others: nobody would know when
+        such a block is free."""
+        gradients = self.gradients
+        gradients.classify(self.device, self.cursor.driver, self.watch.seen if self.is_watched else None)
+        outputs = [*self._results_on_device(), *self.outputs.tensors]
+        if not gradients.slots.keys().isdisjoint(map(torch_cuda.storage_key, outputs)):
+            raise CannotCapture("returns or stores its gradients, which replays overwrite; use clones of them")
+        storages = [x.untyped_storage() for x in (*self.inputs.staged, *outputs)]
+        storages += [slot.storage for slot in gradients.slots.values()]
+        from_before = {torch_cuda.storage_key(x) for x in self.tensors}
+        self.blocks = {s.data_ptr() for s in storages if s.nbytes() and torch_cuda.identity(s) not in from_before}
+        gradients.finish()  # from now on only slots hold new gradients, so what else is alive is the step's
+        needed = self.blocks | self.blocks_of_others
+        if not self.pool.live_blocks_are(needed):
+            gc.collect()
+            if leaked := self.pool.live_blocks() - needed:
+                raise CannotCapture(f"keeps {len(leaked)} tensors that it made, in a place that is not known")
+
+    def _results_on_device(self) -> list[torch.Tensor]:
+        """The tensors that the step returns. Raise for one that a replay can't give out."""
+        found = [torch_distributed.local_part(x) for x in self.results if isinstance(x, torch.Tensor)]
+        for x in found:
             if type(x) is not torch.Tensor or x.layout is not torch.strided or x.device != self.device:
                 raise CannotCapture(f"returns a {type(x).__name__} of layout {x.layout} on {x.device}")
-        storages = [
-            *(x.untyped_storage() for x in (*self.inputs.staged, *made, *self.outputs.tensors)),
-            *(s.storage for s in self.gradients.slots.values()),
-        ]
-        if not self.gradients.slots.keys().isdisjoint(map(torch_cuda.storage_key, (*made, *self.outputs.tensors))):
-            raise CannotCapture("returns or stores its gradients, which replays overwrite; use clones of them")
-        own = {torch_cuda.storage_key(x) for x in self.tensors}
-        self.blocks = {s.data_ptr() for s in storages if s.nbytes() and torch_cuda.identity(s) not in own}
-        self.gradients.finish()
-        if not pool.live_blocks_are(self.blocks | others):
-            gc.collect()
-            leaked = pool.live_blocks() - self.blocks - others
-            if leaked:
-                raise CannotCapture(f"keeps {len(leaked)} tensors that it made, in a place that is not known")
+        return found
 
     def recording(self, update: Callable[[], None] | None) -> StepRecording:
         """The recording. Raise if an input is in memory that the step writes to."""

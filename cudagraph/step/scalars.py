@@ -248,9 +248,10 @@ def _fused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     decay: Any = kwargs.get("weight_decay")
     if not args[0] or args[0][0].dtype is torch.float64:
         return NotImplemented
-    if any(states and states[0].dtype is not args[0][0].dtype for states in args[2:4]):
-        return NotImplemented  # such kernels compute in float64
     first, on_cuda = args[0][0], is_cuda(args[0][0])
+    states = args[2:4]  # behind parameters and gradients: moments of Adam, momenta of SGD, sums and counts of Adagrad
+    if any(each and each[0].dtype is not first.dtype for each in states):
+        return NotImplemented  # such kernels compute in float64
     if (
         is_traced(decay)
         and func.__name__ == "_fused_adamw_"

@@ -103,7 +103,7 @@ class Sampler:
 def explain_step(step: WholeStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepExplanation:
     """Call `step` once, and say how long the device waited for which lines."""
     device = None if step.cursor is None else step.cursor.device
-    is_idle, finish = step.driver.looks_at(device)
+    is_idle, finish = step.driver.idle_and_finish(device)
     replays = sum(one.replays for one in step.every_recording())
     finish()
     interval = sys.getswitchinterval()

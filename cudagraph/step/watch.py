@@ -30,13 +30,12 @@ from .users_code import OUR_OWN, is_users
 ON_THE_HOST = ("::barrier", "::monitored_barrier_", "::send", "::recv_", "::recv_any_source_")
 INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index")
 # Without dropout, attention returns its unused seed and offset on the CPU.
-ATTENTION = (
-    "aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention",
-)  # fmt: skip
-_TORCH = os.path.dirname(torch.__file__)
-DISPATCHING = (  # files between an operator and a dispatch mode that is called for it
-    __file__, torch_cuda.__file__, os.path.join(_TORCH, "_compile.py"), os.path.join(_TORCH, "_dynamo", ""),
-)  # fmt: skip
+ATTENTION = tuple(
+    f"aten::_{name}" for name in ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
+)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Files between an operator and a dispatch mode that is called for it.
+DISPATCHING = (__file__, torch_cuda.__file__, f"{_TORCH}_compile.py", f"{_TORCH}_dynamo{os.sep}")
 FRESH = "aten::lift_fresh"  # the first operator that is seen of what `torch.tensor` makes
 UNKNOWN = (
     "reads a tensor that was not found in the step's arguments, variables and attributes, where objects of Python's "
@@ -90,39 +89,56 @@ class OperatorWatch:
         return result
 
     def _reason_against(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> str | None:
-        """Why an operator can't be captured; None if it can. Notes what it writes to."""
-        name = name_of(func)
+        """Why an operator can't be captured; None if it can. The first reason counts."""
         if self.has_reducers:
             self._know_reducers(tensors)
         others = [x for x in tensors if x.device != self.device and not x.is_meta]
+        on_host = self.device != CPU and len(others) == len(tensors)
+        return (
+            self._by_devices(func, others, is_mixed=0 < len(others) < len(tensors))
+            or self._by_addresses(func, args, kwargs, tensors)
+            or self._by_host_work(func, args, on_host=on_host, draws_on_host=on_host and bool(others))
+            or self._by_writes(func, args, kwargs)
+        )
+
+    def _by_devices(self, func: Any, others: list[torch.Tensor], *, is_mixed: bool) -> str | None:
+        """`others`: the arguments that are not on the step's device. `is_mixed`: some are, some are not."""
         for x in others:
             if x.device != CPU:
                 return f"runs on {x.device}"
             if torch_cuda.storage_key(x) not in self.made and not _is_attention(func):
                 return "reads a tensor on the CPU"
-        if others and len(others) < len(tensors) and name in COPIES:
-            return f"copies between the CPU and {self.device}"
-        if name.startswith("aten::_cudnn_rnn"):  # cuDNN's random state, which torch keeps as long as the process runs
-            self.known.update(
-                map(torch_cuda.storage_key, tensors_in(torch_cuda.argument(func, "dropout_state", args, kwargs)))
-            )
+        return f"copies between the CPU and {self.device}" if is_mixed and name_of(func) in COPIES else None
+
+    def _by_addresses(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> str | None:
+        """Notes which memory on the device the operator has, and refuses what is not known."""
+        if name_of(func).startswith("aten::_cudnn_rnn"):  # torch keeps cuDNN's random state as long as the process runs
+            state = torch_cuda.argument(func, "dropout_state", args, kwargs)
+            self.known.update(map(torch_cuda.storage_key, tensors_in(state)))
         on_device = {torch_cuda.storage_key(x) for x in tensors if x.device == self.device}
         self.seen |= on_device
-        if name != FRESH and not on_device <= self.known:
-            return UNKNOWN
-        on_host = self.device != CPU and len(others) == len(tensors)
-        if on_host and others and torch.Tag.nondeterministic_seeded in func.tags:
+        return UNKNOWN if name_of(func) != FRESH and not on_device <= self.known else None
+
+    def _by_host_work(self, func: Any, args: Any, *, on_host: bool, draws_on_host: bool) -> str | None:
+        """`on_host`: the operator has no tensor on the step's device."""
+        name, tags = name_of(func), func.tags
+        if draws_on_host and torch.Tag.nondeterministic_seeded in tags:
             return "draws random numbers on the CPU"
-        if not on_host and (name in HOST_READS or torch.Tag.data_dependent_output in func.tags):
+        if not on_host and (name in HOST_READS or torch.Tag.data_dependent_output in tags):
             return "waits for the device and reads its result on the host"
         if name in INDEXED:
-            if any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in(args[1])):
-                return SIZE
-        elif not on_host and torch.Tag.dynamic_output_shape in func.tags:
+            by_mask = any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in(args[1]))  # the indices
+        else:
+            by_mask = not on_host and torch.Tag.dynamic_output_shape in tags
+        if by_mask:
             return SIZE
         self.has_collectives |= func.namespace in COLLECTIVES
         if func.namespace in COLLECTIVES and name.endswith(ON_THE_HOST):
             return "waits for other processes on the host, or talks to one of them alone"
+        return None
+
+    def _by_writes(self, func: Any, args: Any, kwargs: Any) -> str | None:
+        """Notes the memory that the operator writes to."""
         for x in tensors_in(written_by_collective(func, args) or torch_cuda.written_arguments(func, args, kwargs)):
             self.written.add(torch_cuda.storage_key(x))
             if (number := self.inputs.get(torch_cuda.storage_key(x) or 0)) is not None:

@@ -36,7 +36,7 @@ from ..tree.driver import CaptureDriver, cuda_driver
 from ..tree.node import Cursor
 from ..tree.tree import Failure
 from .accumulators import renew
-from .host import CannotCompare, HostState
+from .host import CannotCompare, HostState, is_of
 from .inputs import StepCall, changing_value, objects_in, reason_against_inputs, step_call
 from .iterators import Iterators
 from .numbers import NotTraced
@@ -412,7 +412,7 @@ class WholeStep(Recordings):
         self.deciding_number = error.path if isinstance(error, NotTraced) else self.deciding_number
         if self._allow_for(error):
             failed = Came.MORE_FOUND
-        elif isinstance(error, ChangesValue) and not error.path.startswith((*optimizers,)):
+        elif isinstance(error, ChangesValue) and not is_of(error.path, optimizers):
             failed = Came.VALUE_CHANGES
         reason = f"{failure.reason} ({line})" if line else failure.reason
         return FailedCapture(failed, reason, may_succeed=failure.needs_warmup or not failure.is_final)
@@ -422,7 +422,7 @@ class WholeStep(Recordings):
     def _leave_update_out(self, reason: str, changed: Collection[str]) -> bool:
         """From now on, capture forward and backward only. False if there is no update to leave out, or no more, or if
         one of the values `changed` is none of an optimizer's."""
-        is_options = all(path.startswith((*self.update_roots,)) for path in changed)
+        is_options = all(is_of(path, self.update_roots) for path in changed)
         after = state_after(self.state, Came.FAILED, has_update=self.update is not None and is_options)
         if after is State.NO_UPDATE:
             self._run_update_uncaptured(reason)

@@ -193,18 +193,18 @@ def custom_partitioner(patches: dict[str, Any]) -> Any:
     return patches.get("custom_partitioner_fn", need("torch._inductor.config.custom_partitioner_fn"))
 
 
-def partitioned_by(fn: Callable[..., Any], key: str, users: Any = None) -> dict[str, Any]:
+def partitioned_by(fn: Callable[..., Any], key: str, inner: Any = None) -> dict[str, Any]:
     """Inductor settings by which `fn` splits joint graphs; `key` is its identity for torch's caches.
 
-    `users`: the user's partitioner that `fn` calls, whose identity is part of it.
+    `inner`: the user's own partitioner, if `fn` calls one. Without an identity of it torch stores nothing.
     """
     base = need("torch._inductor.custom_graph_pass.CustomPartitionerFn")
 
     def uuid() -> Any:
-        if users is None:
+        if inner is None:
             return key
-        inside = users.uuid()
-        return None if inside is None else (key, inside)
+        identity = inner.uuid()
+        return None if identity is None else (key, identity)
 
     return {"custom_partitioner_fn": pass_class(base)(fn, uuid)}
 

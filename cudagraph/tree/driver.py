@@ -23,10 +23,15 @@ LAUNCHES_NOTHING = "it launches nothing on the device, so the CUDA graph would b
 EMPTY_WARNING = "The CUDA Graph is empty"
 # Parts of the messages of CUDA and torch about an operation that is not allowed in a capture.
 CAPTURE_ERRORS = (
-    "operation not permitted when stream is capturing", "operation failed due to a previous error during capture",
-    "operation would make the legacy stream depend on a capturing blocking stream", "captures_underway",
-    "during CUDA graph capture", "during graph capture", "during capturing stage", "cudaErrorStreamCapture",
-)  # fmt: skip
+    "operation not permitted when stream is capturing",
+    "operation failed due to a previous error during capture",
+    "operation would make the legacy stream depend on a capturing blocking stream",
+    "captures_underway",
+    "during CUDA graph capture",
+    "during graph capture",
+    "during capturing stage",
+    "cudaErrorStreamCapture",
+)
 
 
 class Pool(torch_cuda.PrivatePool):
@@ -210,9 +215,9 @@ class CaptureDriver:
             now.wait_stream(before)
         return now
 
-    def looks_at(self, device: torch.device | None) -> tuple[Callable[[], bool], Callable[[], None]]:
-        """Two functions for any thread: whether all is done that the current stream was given; and one that waits for
-        the device. None: the current device. Where there is none, nothing waits."""
+    def idle_and_finish(self, device: torch.device | None) -> tuple[Callable[[], bool], Callable[[], None]]:
+        """Two functions that any thread may call: one tells whether the current stream of `device` has done its work,
+        the other one waits for the device. `device`: None for the current one. Without CUDA it is never idle."""
         if not torch.cuda.is_available():
             return lambda: False, lambda: None
         stream = torch.cuda.current_stream(device)

@@ -177,11 +177,10 @@ class Recording(Node):
         self.slots = tuple(dict.fromkeys(t.slot for t in outputs.templates if t.slot is not None))
         self.templates: list[torch.Tensor] = []  # their aliases are given out; a slot that is renewed replaces them
         self.watch_dead = self.watch_saved = Watch(())
-        # Weak references to the outputs that its last run gave out and that may have a history, if a backward may be to
-        # come; see `note_history`.
-        self.given: Sequence[weakref.ref[torch.Tensor]] = ()
+        # The outputs of the last run that may have a history, and the checkpoint around it; see `note_history`.
+        self.outputs_with_history: Sequence[weakref.ref[torch.Tensor]] = ()
         self.checkpoint: weakref.ref[Any] | None = None
-        self.has_noted = False  # whether its last run set these two
+        self.has_noted = False  # whether the last run has set these two
         self.edge: Edge = self.replay  # leads here from the parent; or a `StableInputProbe`
         self.choose_output_path()
 
@@ -250,24 +249,27 @@ class Recording(Node):
         return outputs
 
     def note_history(self, outputs: list[Any]) -> None:
-        """Note what tells later whether a backward of this run is still to come: of a forward, or of a function in the
-        forward of an `autograd.Function`, as under a re-entrant checkpoint. Outputs get their history afterwards.
+        """Note the outputs of this run by which `awaits_backward` tells later whether a backward is still to come.
 
-        Autograd holds what a forward saves until its backward has run, unless hooks on saved tensors take it away. Then
-        `watch_saved` is enough, and nothing is noted: it would take 1 us for an output.
+        A forward is noted only if it saves nothing, or under hooks on saved tensors. Otherwise autograd holds what it
+        saves until its backward has run, so `watch_saved` is enough; a note takes 1 us for each output. Any other
+        function is noted in the forward of an `autograd.Function`, as under a re-entrant checkpoint.
+
+        The outputs have no history yet: they get it when this run returns.
         """
         hooks = torch_cuda.top_saved_tensor_hooks(False)
         if self.is_forward:
             self.has_noted = self.saves_nothing or hooks is not None
         else:
             self.has_noted = torch_cuda.in_autograd_function()
-        self.given = [weakref.ref(outputs[k]) for k in self.with_history] if self.has_noted else ()
+        noted = self.with_history if self.has_noted else ()
+        self.outputs_with_history = [weakref.ref(outputs[position]) for position in noted]
         self.checkpoint = torch_cuda.checkpoint_around(hooks) if self.has_noted else None
 
     def awaits_backward(self) -> bool:
         if self.checkpoint is not None and self.checkpoint() is not None:
             return True
-        return any(map(torch_cuda.awaits_backward, self.given))
+        return any(map(torch_cuda.awaits_backward, self.outputs_with_history))
 
     def make_outputs(self, inputs: list[Any]) -> list[Any]:
         """What the function returned, over the same memory, or over one copy of a slot that asks for it. Empties
@@ -308,7 +310,7 @@ class Recording(Node):
             slot.forget_templates(self.templates)
         self.graph.reset()
         self.graph, self.launch, self.edge = None, _closed, _closed
-        self.templates, self.slots, self.first, self.given = [], (), None, ()
+        self.templates, self.slots, self.first, self.outputs_with_history = [], (), None, ()
         # moves.py keeps closed recordings for their counts: they must not keep the functions of their parents alive
         del self.inputs, self.outputs, self.parent
 

@@ -58,10 +58,10 @@ def next_of(call: Call) -> Next:
     nothing of the path: there it waits while an output is held whose history no backward has used, or while the hooks
     of the checkpoint are held, see `Node.waits_for_backward`.
 
-    The inputs of a call that begins a step are copied out first; of a cut graph, all its inputs. After "reads on"
-    by the first function of the step, the next one counts as the first: the call before a loop is no part of it. If the
-    warm-up is over and the path goes on, it does so from where it was left. A mark begins a step unless a forward waits
-    for its backward.
+    The inputs of a call that begins a step are copied out first; of a cut graph, all its inputs. If the first function
+    of the step "reads on", it is the call before a loop and no part of it: the function that ran next counts as the
+    first. If the warm-up is over and the path goes on, it does so from where it was left. A mark begins a step unless a
+    forward waits for its backward.
     """
     step, node = call.uncaptured, call.node
     if step is None:

@@ -229,3 +229,9 @@ def test_a_set_that_did_not_change_keeps_its_order():
     assert not state.unchanged()
     state.restore()
     assert large == {3, 64}
+
+
+def test_a_path_is_of_a_root_but_not_of_another_name_that_begins_with_it():
+    assert all(host.is_of(path, ["opt"]) for path in ("opt", "opt.lr", "opt['lr']", "opt, its order"))
+    assert not any(host.is_of(path, ["opt"]) for path in ("opt_b.lr", "model.opt", "option"))
+    assert not host.is_of("opt", [])

@@ -53,7 +53,7 @@ def test_the_line_is_true_and_nothing_raises(row: list[str]) -> None:
 @pytest.mark.parametrize("row", cells("A warning"), ids=lambda row: row[0][:40])
 def test_the_line_warns(row: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # once a process: other tests may have used the same hooks
-    for name, empty in (("_uses", {}), ("_ended", set()), ("_warned", set())):
+    for name, empty in (("_uses", {}), ("_examined", set()), ("_warned", set())):
         monkeypatch.setattr(unused, name, empty)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -27,7 +27,7 @@ def anew() -> Iterator[None]:
 
     def clear() -> None:
         unused.forget()
-        unused._ended.clear()
+        unused._examined.clear()
         unused._warned.clear()
 
     clear()
@@ -172,7 +172,7 @@ def test_a_context_around_another_backends_graph_that_saves_nothing() -> None:
 
     def run() -> None:
         torch._dynamo.reset()
-        unused._ended.clear()
+        unused._examined.clear()
         x = torch.rand(4, 8)
         with saved_tensors_hooks(HALF):
             with torch.no_grad():

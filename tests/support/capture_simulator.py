@@ -493,7 +493,7 @@ class Simulator:
         self.ordered.append((before, self.current_stream))
         return self.current_stream
 
-    def looks_at(self, device: torch.device | None) -> tuple[Callable[[], bool], Callable[[], None]]:
+    def idle_and_finish(self, device: torch.device | None) -> tuple[Callable[[], bool], Callable[[], None]]:
         return lambda: self.is_idle, lambda: None
 
     def let_wait(self, stream: Any, other: Any) -> None:
