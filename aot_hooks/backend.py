@@ -32,7 +32,7 @@ from .context import pairs, region
 from .context.in_force import InForce, in_force
 from .eager.modules import roots
 from .eager.packing import call_compiled
-from .errors import AotHooksError, OptionError
+from .errors import AotHooksError, OptionError, in_a_line
 from .hook import KEEP
 from .identity import probes
 from .identity.frozen import described
@@ -78,7 +78,7 @@ def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
     found = [wrapper, *(dynamo.compile_wrapper_of(module, inductor_too=True) for module in inside)]
     wrappers = [each for each in found if each is not None]
     if not wrappers:
-        raise OptionError(f"last_plans takes what torch.compile returned, got {compiled!r}")
+        raise OptionError(f"last_plans takes what torch.compile returned, got {in_a_line(compiled)}")
     plans = tuple(plan for each in wrappers for plan in records.plans_of(each))
     if not plans and isinstance(compiled, torch.nn.Module) and wrapper is not None:
         unused.compiled_in_place(compiled)

@@ -102,6 +102,12 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def in_a_line(value: Any) -> str:
+    """`repr(value)`, or the name of its class where that takes several lines, as for a module: one for each layer."""
+    text = repr(value)
+    return f"an object of class {type(value).__name__!r}" if "\n" in text else text
+
+
 def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
     """The arguments of `function` by name. Raises `OptionError` with its name and all of them if they don't fit."""
     signature = inspect.signature(function)

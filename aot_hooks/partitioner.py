@@ -242,7 +242,7 @@ class _Partitioning:
             compute_early(fw, self.num_fwd_outputs)
         live: tuple[LivePoint, ...] = ()
         ms = 0.0
-        if is_first and (self.asked.live or self.has_budget):
+        if is_first and (self.asked.live or self.has_budget or self.asked.beside is None):
             live = live_bytes(fw, bw, fused=self.fused, **self.outputs)
         if is_first and self.asked.twin_of is None:
             ms = predicted_ms(fw, bw, self.fused, launched=self.asked.at_run_time)
@@ -309,7 +309,8 @@ class _Partitioning:
         after = live_bytes(fw, bw, fused=self.fused, **self.outputs)
         plan = dataclasses.replace(plan, before_ms=self.shared.stocks[self.joint].ms, after_ms=after_ms)
         if not self.asked.live:
-            return dataclasses.replace(plan, own_peak_bytes=max(point.live_bytes for point in after))
+            most = [max(point.live_bytes for point in points) for points in (live_before, after)]
+            return dataclasses.replace(plan, own_stock_bytes=most[0], own_peak_bytes=most[1])
         if not self.asked.options.chunk and not self.nested:
             self.notes.extend(logits_at_peak(self.joint, live_before))
         return dataclasses.replace(plan, live_before=live_before, live_after=after)

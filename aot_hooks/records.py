@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .identity.memo import Memo
-from .passes.plan import Plan
+from .passes.plan import Plan, joined
 from .settings.byte_sizes import size_text
 from .torch_private.autograd import at_end_of_backward
 
@@ -134,7 +134,10 @@ class Summary:
 
 
 def _in_words(counts: Counter[CompiledGraph]) -> str:
-    """How many graphs ran, what their forwards save, and the peak of the process where there is a CUDA device."""
+    """How many graphs ran, what their forwards save, and the peak of the process where there is a CUDA device.
+
+    The predicted peaks are those of a step: of its only call, or of the calls that a budget planned together.
+    """
     runs = [(plan, count) for graph, count in counts.items() for plan in graph.plans]
     saved = sum(plan.saved_bytes * count for plan, count in runs)
     packed = sum(plan.packed_bytes * count for plan, count in runs)
@@ -144,6 +147,10 @@ def _in_words(counts: Counter[CompiledGraph]) -> str:
         f"{len(counts)} graph{'s' if len(counts) > 1 else ''}{times}, {size_text(saved)} -> {size_text(packed)} saved"
     )
     text += f" and {size_text(on_host)} in host memory" if on_host else ""
+    step = joined([plan for plan, _ in runs if plan.in_step is not None or counts.total() == 1])
+    if step.peak_bytes and step.stock_peak_bytes:
+        text += f", predicted peak over the step's start {size_text(step.peak_bytes)}"
+        text += f" (stock about {size_text(step.stock_peak_bytes)})"
     if torch.cuda.is_initialized():
         before, after = (sum(getattr(plan, ms) * count for plan, count in runs) for ms in ("before_ms", "after_ms"))
         text += f", peak of the process {size_text(torch.cuda.max_memory_allocated())}"

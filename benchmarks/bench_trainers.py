@@ -6,7 +6,8 @@
     Trainer    stock            TrainingArguments(torch_compile=True)
                checkpointing    the same with gradient_checkpointing
                checkpointing_offloaded    the same with the blocks' inputs in host memory, as transformers 5 does it
-               liger, liger_checkpointing    stock and checkpointing with use_liger_kernel: its loss is in chunks
+               liger, liger_checkpointing    stock and checkpointing with use_liger_kernel: its loss is in chunks;
+                                             last, since Liger changes transformers for all rows after it
                float8, offload_float8, budget        stock and AotHooksCallback
                offload_float8_again    offload_float8 with options={"recompute_pointwise": True}
                offload_float8_timed    the same, planned by the times of the first steps (across_graphs=True)
@@ -323,6 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.rows.split(",") if options.rows else [n for n in ROWS if device.type == "cuda" or n not in ON_CUDA]
     if wrong := [name for name in names if name not in ROWS]:
         parser.error(f"no row {wrong[0]!r}; there are {', '.join(ROWS)}")
+    names.sort(key=lambda name: name.startswith("liger"))
     setting = SMALL if options.small else LARGE
     changes = {"step_count": options.steps, "layer_count": options.layers, "vocabulary": options.vocabulary}
     setting = dataclasses.replace(setting, **{name: value for name, value in changes.items() if value is not None})

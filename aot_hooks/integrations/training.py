@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..enabled import Enabled, enable
-from ..errors import OptionError, UnusedWarning, warn_user
+from ..errors import OptionError, UnusedWarning, bind, warn_user
 from ..options import with_arguments
 from ..passes.plan import Plan
 from ..planning.budget import Budget
@@ -37,6 +37,7 @@ class Training:
 
     def __init__(self, policy: Any = None, **arguments: Any) -> None:
         self._arguments: dict[str, Any] = {"policy": policy, "scope": None, "options": None} | arguments
+        bind(enable, (), self._arguments)
         with_arguments(**self._arguments)  # raises now, not when the training begins
         self._enabled: Enabled | None = None
         self._end: Any = None

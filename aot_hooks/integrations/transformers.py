@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from ..errors import AotHooksError, OptionError, error_behind
+from ..errors import AotHooksError, OptionError, error_behind, in_a_line
 from .logits import may_drop_logits, without_logits
 from .training import COMPILED_ONCE, Training
 
@@ -86,7 +86,7 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
         The hooks end with `trainer.train()`, also if it raises: no callback of a Trainer hears of that.
         """
         if not isinstance(trainer, Trainer):
-            raise OptionError(f"AotHooksCallback.add_to: expected a Trainer of transformers, got {trainer!r}")
+            raise OptionError(f"AotHooksCallback.add_to: expected a Trainer of transformers, got {in_a_line(trainer)}")
         handler = trainer.callback_handler
         others = [each for each in handler.callbacks if isinstance(each, AotHooksCallback) and each is not self]
         if others:

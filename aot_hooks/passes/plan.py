@@ -115,7 +115,8 @@ class Plan:
         transfers: the copies of `offload` with their times, and the tensors that it leaves on the device.
         live_before, live_after: bytes alive along the step without and with the hooks, if `aot_hooks.plan` made it.
         before_ms, after_ms: predicted time of the step without and with the hooks; 0.0 without a prediction.
-        own_peak_bytes: the most of `live_after`, where a compilation without a budget has left that out.
+        own_stock_bytes, own_peak_bytes: the most of `live_before` and `live_after`, where a compilation without a
+            budget has left them out.
         in_step: what is alive beside the graph in a step of many calls; None if it was planned as the whole step.
         recipe: of a budget's plan: what it chose, so that it is made again without a search, see planning/recipe.py.
         chunked: for each last layer, how it is computed in chunks of tokens, or why not; see passes/chunk.py.
@@ -129,6 +130,7 @@ class Plan:
     live_after: tuple[LivePoint, ...] = field(default=(), compare=False, repr=False)
     before_ms: float = field(default=0.0, compare=False, repr=False)
     after_ms: float = field(default=0.0, compare=False, repr=False)
+    own_stock_bytes: int = field(default=0, compare=False, repr=False)
     own_peak_bytes: int = field(default=0, compare=False, repr=False)
     in_step: InStep | None = field(default=None, compare=False, repr=False)
     recipe: Any = field(default=None, compare=False, repr=False)
@@ -143,6 +145,13 @@ class Plan:
         """
         elsewhere = 0 if self.in_step is None else self.in_step.elsewhere_bytes
         return max([elsewhere, self.own_peak_bytes, *(p.live_bytes for p in self.live_after)])
+
+    @property
+    def stock_peak_bytes(self) -> int | None:
+        """`peak_bytes` of the step without hooks; None if that is unknown."""
+        if self.in_step is not None:
+            return self.in_step.stock_bytes or None
+        return max([self.own_stock_bytes, *(p.live_bytes for p in self.live_before)]) or None
 
     @property
     def step_ratio(self) -> float:
@@ -181,7 +190,10 @@ def joined(plans: Sequence[Plan]) -> Plan:
     if step is not None:
         most = {name: max(getattr(each, name) for each in in_step) for name in ("elsewhere_bytes", "stock_bytes")}
         step = replace(step, **most)
-    before = [0, *itertools.accumulate(p.packed_bytes for p in plans)]  # bytes saved by the graphs before each
+    # bytes saved by the graphs before each
+    saved, held = (
+        [0, *itertools.accumulate(sizes)] for sizes in ((p.saved_bytes for p in plans), (p.packed_bytes for p in plans))
+    )
     return Plan(
         tuple(decisions),
         tuple(replace(t, graph=i) for i, p in enumerate(plans) for t in p.transfers),
@@ -189,7 +201,8 @@ def joined(plans: Sequence[Plan]) -> Plan:
         live_after=joined_points([p.live_after for p in plans], apart=bool(in_step)),
         before_ms=sum(p.before_ms for p in plans),
         after_ms=sum(p.after_ms for p in plans),
-        own_peak_bytes=max((nbytes + p.own_peak_bytes for nbytes, p in zip(before, plans, strict=False)), default=0),
+        own_stock_bytes=max((at + p.own_stock_bytes for at, p in zip(saved, plans, strict=False)), default=0),
+        own_peak_bytes=max((at + p.own_peak_bytes for at, p in zip(held, plans, strict=False)), default=0),
         in_step=step,
         chunked=tuple(each for p in plans for each in p.chunked),
         tiled=tuple(each for p in plans for each in p.tiled),

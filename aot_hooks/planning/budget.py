@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..errors import OptionError, names_arguments
+from ..errors import OptionError, did_you_mean, names_arguments
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
 from ..settings.byte_sizes import as_argument, parse_size
@@ -120,7 +120,7 @@ def budget(
     if not isinstance(allow, list | tuple | set | frozenset) or not all(m in ALLOWED or _is_rule(m) for m in allow):
         raise OptionError(
             f"budget: allow must be some of {', '.join(map(repr, ALLOWED))}, or a Hook that states its error, "
-            f"got {allow!r}"
+            f"got {allow!r}{_meant_by_allow(allow)}"
         )
     if not _is_number(max_error) or not 0 <= max_error:
         raise OptionError(f"budget: max_error must be a number of at least 0, got {max_error!r}")
@@ -138,6 +138,15 @@ def budget(
 def mib(nbytes: float) -> str:
     number = nbytes / 2**20
     return f"{number:.4g} MiB" if number < 1000 else f"{number:.1f} MiB"
+
+
+def _meant_by_allow(allow: Any) -> str:
+    """What to write in place of `allow`, names that are no means, or one that is not in a list; else ""."""
+    names = [allow] if isinstance(allow, str) else allow if isinstance(allow, list | tuple) else []
+    wrong = next((name for name in names if isinstance(name, str) and name not in ALLOWED), None)
+    if wrong is not None:
+        return did_you_mean(wrong, ALLOWED)
+    return f"; write [{allow!r}]" if isinstance(allow, str) else ""
 
 
 def _checked_slowdown(value: Any) -> float:

@@ -23,7 +23,6 @@ from ..planning.assignment import Assignment
 from ..planning.budget import ALLOWED, Budget, budget
 from ..settings.byte_sizes import parse_size, size_text
 from .dry_run import check_keywords, dry_run
-from .text import peak_before
 from .trial import unwrap_compiled
 
 _POINTS = 8  # parts that the range of peaks is cut into, with a budget between each two
@@ -183,7 +182,7 @@ def on_gpu(plan_with: Callable[[Any], Plan], size: str, **of_budget: Any) -> str
         if found is None:
             raise
         return f"does not fit. {found}"
-    before = size_text(peak_before(planned) or 0)
+    before = size_text(planned.stock_peak_bytes or 0)
     return (
         f"aot_hooks.{policy!r}: a step takes {size_text(planned.peak_bytes)} of {before} and {planned.step_ratio:.3f} "
         "times the time, as predicted"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-from ..errors import OptionError
+from ..errors import OptionError, in_a_line
 from ..hook import KEEP
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Plan, joined
@@ -135,7 +135,9 @@ def format_report(
     if not isinstance(plan, Plan):
         given: Any = plan
         if not isinstance(given, list | tuple) or not all(isinstance(p, Plan) for p in given):
-            raise OptionError(f"format_report: expected a Plan, or a list of them as of last_plans, got {plan!r}")
+            raise OptionError(
+                f"format_report: expected a Plan, or a list of them as of last_plans, got {in_a_line(plan)}"
+            )
         plan = joined(plan)
     if not plan.decisions:
         return _NOTHING_SAVED
@@ -202,7 +204,7 @@ def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
     if not plan.live_before or not plan.live_after:
         return []
     before, after = _peak(plan.live_before), _peak(plan.live_after)
-    stock = "" if peak_before(plan) is None else f"{_number(peak_before(plan) or 0, size)} -> "
+    stock = "" if plan.stock_peak_bytes is None else f"{_number(plan.stock_peak_bytes, size)} -> "
     lines = [f"predicted peak of the step, over parameters and inputs: {stock}{_number(plan.peak_bytes, size)} {unit}"]
     if (step := plan.in_step) is not None:  # its points are those of graphs beside others as planned
         lines.append(
@@ -231,13 +233,6 @@ def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
         change = f"falls by {by} of the" if decrease >= 0 else f"rises by {by} in spite of the"
         lines.append(f"  it {change} {of}: at that place other tensors are alive than saved ones")
     return lines
-
-
-def peak_before(plan: Plan) -> int | None:
-    """Most bytes alive without hooks, without those of the other graphs of its step too; None if that is unknown."""
-    if plan.in_step is None:
-        return _peak(plan.live_before).live_bytes if plan.live_before else None
-    return plan.in_step.stock_bytes or None
 
 
 def _measured_lines(plan: Plan, peak: int | None, optimizer: int | None, size: int, unit: str) -> list[str]:
@@ -362,8 +357,8 @@ def report_as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
             "packed_bytes": plan.packed_bytes,
             "tensor_count": len(plan.decisions),
             "packed_tensor_count": sum(d.hook is not KEEP for d in plan.decisions),
-            "predicted_peak_before_bytes": peak_before(plan),
-            "predicted_peak_after_bytes": plan.peak_bytes if plan.live_after else None,
+            "predicted_peak_before_bytes": plan.stock_peak_bytes,
+            "predicted_peak_after_bytes": plan.peak_bytes or None,
         },
         "rows": [_decision_as_data(d) for d in plan.decisions],
         "transfers": _transfers_as_data(plan.transfers),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..errors import OptionError, PolicyError, is_library_file
+from ..errors import OptionError, PolicyError, in_a_line, is_library_file
 from ..graphs.nodes import REGION, annotation
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
@@ -167,10 +167,12 @@ def check_rule(rule: Any, expected: str) -> None:
     is_size = isinstance(rule, int) and not isinstance(rule, bool)
     if is_size or (isinstance(rule, str) and (rule[:1].isdigit() or rule == "fit")):
         hint = f"; write aot_hooks.budget({likely(rule)!r})"
-    elif isinstance(rule, str | bool | torch.nn.Module):  # a module can be called, but not with a saved tensor
+    elif isinstance(rule, torch.nn.Module):  # it can be called, but not with a saved tensor
+        hint = ". It takes aot_hooks.float8() or the like; the model is compiled by torch.compile, and called inside"
+    elif isinstance(rule, str | bool):
         hint = "; write aot_hooks.float8() or the like"
     if hint or not (isinstance(rule, Hook) or callable(rule)):
-        raise OptionError(f"{expected}, got {rule!r}{hint}")
+        raise OptionError(f"{expected}, got {in_a_line(rule)}{hint}")
 
 
 def uncalled_factory(rule: Any) -> str:

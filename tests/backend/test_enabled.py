@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import threading
 import warnings
@@ -407,6 +408,34 @@ def test_on_a_gpu_the_line_has_the_peak_and_the_predicted_step(
     (plan,) = last_plans(compiled)
     (line,) = [r.getMessage() for r in caplog.records if "first step" in r.getMessage()]
     assert plan.step_ratio > 1 and line.endswith(f"peak of the process 41 GiB, predicted step {plan.step_ratio:.3f}")
+
+
+def test_the_line_has_the_peaks_of_a_step_of_one_graph_as_plan_predicts_them(caplog: pytest.LogCaptureFixture) -> None:
+    net, x = Net(2), torch.randn(256, 32)
+    predicted = aot_hooks.plan(net, x, policy=float8(), inner="aten")
+    with caplog.at_level("INFO", logger="aot_hooks"), enable(float8(), options=ATEN):
+        torch.compile(net)(x).sum().backward()
+    (line,) = [r.getMessage() for r in caplog.records if "first step" in r.getMessage()]
+    stock = max(point.live_bytes for point in predicted.live_before)
+    assert predicted.peak_bytes < stock == predicted.stock_peak_bytes
+    assert f"start {size_text(predicted.peak_bytes)} (stock about {size_text(stock)})" in line
+
+
+@pytest.mark.parametrize("policy", [float8(), budget("1MiB")], ids=repr)
+def test_peaks_of_a_step_of_many_calls_are_in_the_line_if_a_budget_plans_them(
+    caplog: pytest.LogCaptureFixture, policy: Any
+) -> None:
+    net = nn.Sequential(*(Net(1) for _ in range(4)))
+    blocks, x = [torch.compile(block) for block in net], torch.randn(256, 32, requires_grad=True)
+    with caplog.at_level("INFO", logger="aot_hooks"), enable(policy, options=ATEN):
+        for _ in range(4):
+            functools.reduce(lambda y, block: block(y), blocks, x).sum().backward()
+    first, last = (r.getMessage() for r in caplog.records if re.search("first step: |ended: ", r.getMessage()))
+    assert "stock" not in first
+    peaks = [(p.peak_bytes, p.stock_peak_bytes) for p in last_plans(blocks[0]) if p.in_step is not None]
+    assert [f"start {size_text(most)} (stock about {size_text(stock)})" in last for most, stock in peaks] == (
+        [] if policy == float8() else [True]
+    )
 
 
 def test_an_evaluation_alone_warns_of_nothing() -> None:

@@ -77,6 +77,18 @@ def a_policy_that_is_not_called() -> None:
     enable(float8)
 
 
+def the_model_in_place_of_a_policy() -> None:
+    enable(torch.compile(Blocks()))
+
+
+def a_mean_that_is_misspelled() -> None:
+    budget("24GiB", allow=["ofload"])
+
+
+def plans_of_a_model_that_is_not_compiled() -> None:
+    aot_hooks.last_plans(Blocks())
+
+
 def an_unknown_option() -> None:
     train(torch.compile(Blocks(), backend="aot_hooks", options={**ATEN, "polcy": float8()}))
 
@@ -166,6 +178,9 @@ MISTAKES = {
     a_budget_below_what_is_possible: "but the least that was found takes",
     a_budget_below_what_is_possible_in_the_explicit_form: "but the least that was found takes",
     a_policy_that_is_not_called: "float8 is the function that makes one: call it, float8(...)",
+    the_model_in_place_of_a_policy: "got an object of class 'OptimizedModule'. It takes aot_hooks.float8() or the like",
+    a_mean_that_is_misspelled: "got ['ofload']; did you mean 'offload'?",
+    plans_of_a_model_that_is_not_compiled: "takes what torch.compile returned, got an object of class 'Blocks'",
     an_unknown_option: "unknown option 'polcy'; did you mean 'policy'?",
     checkpoints_inside: "finds little to pack: torch.utils.checkpoint inside of the compiled function",
     checkpoints_around: "does nothing for a compiled function that torch.utils.checkpoint calls",

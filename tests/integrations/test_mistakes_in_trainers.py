@@ -41,6 +41,14 @@ def not_compiled() -> None:
     trainer_of(float8()).train()
 
 
+def a_misspelled_argument() -> None:
+    AotHooksCallback(float8(), chek=True)
+
+
+def the_model_in_place_of_the_trainer() -> None:
+    AotHooksCallback(float8()).add_to(llama())
+
+
 def checkpointing_on() -> None:
     trainer_of(float8(), torch_compile=True, gradient_checkpointing=True).train()
 
@@ -52,6 +60,8 @@ def a_total_below_the_weights() -> None:
 MISTAKES = {
     two_callbacks: "this Trainer has an AotHooksCallback already, for float8(): a model has one policy at a time",
     not_compiled: "No compiled function was called: compile the model",
+    a_misspelled_argument: "no argument 'chek'; did you mean 'check'?",
+    the_model_in_place_of_the_trainer: "expected a Trainer of transformers, got an object of class 'LlamaForCausalLM'",
     checkpointing_on: "finds little to pack: torch.utils.checkpoint inside of the compiled function",
     a_total_below_the_weights: "leave nothing for a step. Shard or offload the weights",
 }
