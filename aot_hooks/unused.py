@@ -6,6 +6,7 @@
       AOTAutograd traces a pair of ours       --traced-->             another backend compiles the function
       a last layer can't be computed in chunks, or a part of a layer in tiles --left_whole-->  it stays whole
       a graph is compiled under a checkpoint  --checkpointed-->       the checkpoint's own hooks are the innermost
+      the same under other hooks of torch's   --covered-->            they are the innermost
 
 If its graphs packed something, a step pays for a counter in eager parts, and a set lookup when a context ends.
 """
@@ -251,6 +252,16 @@ def checkpointed(setting: Setting) -> None:
         f"{setting.title} does nothing for a compiled function that torch.utils.checkpoint calls: it is computed "
         f"again, so nothing of it is saved. {_INSTEAD_OF_CHECKPOINTING}; or pass use_reentrant=True, with which what "
         "is computed again is packed until its backward",
+    )
+
+
+def covered(setting: Setting, pack: Callable[..., Any]) -> None:
+    """Warn that a graph is compiled without `setting`, which the options ask for, under hooks of torch's."""
+    name = getattr(pack, "__qualname__", type(pack).__name__)
+    _warn(
+        (setting.text, "covered"),
+        f"{setting.title} does nothing for a compiled function that is called in another context: the innermost one "
+        f"counts alone, which is torch's saved_tensors_hooks (or save_on_cpu) with {name}. Leave that context out",
     )
 
 

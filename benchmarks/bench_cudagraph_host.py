@@ -306,22 +306,23 @@ def bench_training(depth: int, device: torch.device, calls: int, rounds: int) ->
     }
 
 
-def printed(row: dict[str, Any]) -> dict[str, Any]:
-    print(json.dumps(row), flush=True)
-    return row
-
-
 def main() -> None:
     parser = parser_of(__doc__, rounds=7)
     parser.add_argument("--calls", type=int, default=300, help="calls a round")
     options = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
-    result = {
-        "conditions": conditions(device, calls=options.calls, rounds=options.rounds),
-        "calls": [printed(bench_calls(size, device, options.calls, options.rounds)) for size in SIZES],
-        "training": [printed(bench_training(depth, device, options.calls // 3, options.rounds)) for depth in DEPTHS],
-    }
-    write(options.json, result)
+    header = conditions(device, calls=options.calls, rounds=options.rounds)
+    result: dict[str, Any] = {"conditions": header, "calls": [], "training": []}
+
+    def add(part: str, row: dict[str, Any]) -> None:  # a run that is cut leaves what it has
+        print(json.dumps(row), flush=True)
+        result[part].append(row)
+        write(options.json, result)
+
+    for size in SIZES:
+        add("calls", bench_calls(size, device, options.calls, options.rounds))
+    for depth in DEPTHS:
+        add("training", bench_training(depth, device, options.calls // 3, options.rounds))
 
 
 if __name__ == "__main__":

@@ -127,7 +127,10 @@ def prepared(
         stack.last.compile(**last)
         fully_shard(stack.last, mesh=mesh["fsdp"])
     if one_graph:  # the layers of a rank: what a single plan sends
-        return torch.compile(stack, **how)
+        if parallel != "pipeline":
+            return torch.compile(stack, **how)
+        stack.compile(**how)
+        return pipeline(stack, mesh, checkpointed=False)
     for block in stack.blocks:
         block.compile(**how)
         if "fsdp" in parallel:

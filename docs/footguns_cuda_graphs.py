@@ -2,12 +2,14 @@
 
 # ruff: noqa: F401 - the lines of the page use what is imported here
 
-import contextvars
+import contextlib
 import io
 import os
 import random
+import threading
 import types
 
+import numpy
 import torch
 
 import cudagraph
@@ -33,19 +35,16 @@ def read(x):
     return x.clone()
 
 
-class Config:
-    scale, calls = 2.0, 0
-
-
 class Scaled(torch.nn.Module):
     def forward(self, x):
         return x * numbers.scale
 
 
-class Slotted:
-    __slots__ = ("scale",)
-
-
-numbers, net, slotted, settings = types.SimpleNamespace(scale=2.0), Scaled(), Slotted(), types.ModuleType("settings")
+numbers, net, settings, flag = (
+    types.SimpleNamespace(scale=2.0),
+    Scaled(),
+    types.ModuleType("settings"),
+    threading.Event(),
+)
 deep = types.SimpleNamespace(a=types.SimpleNamespace(b=numbers))
-settings.scale = slotted.scale = 2.0
+settings.scale = 2.0

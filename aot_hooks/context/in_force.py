@@ -43,8 +43,12 @@ def in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled: 
         recompiles.warn_of_limit(dynamo.code_being_compiled(), setting)
     else:
         enabled = None
-    if setting is None and options.policy is not None and autograd.is_checkpointed():
-        unused.checkpointed(Setting(options.policy, options.scope))
+    if setting is None and options.policy is not None and (top := autograd.top_hooks()) is not None:
+        asked = Setting(options.policy, options.scope)
+        if autograd.is_checkpointed():
+            unused.checkpointed(asked)
+        elif not isinstance(top[0], pairs.EagerPack):
+            unused.covered(asked, top[0])
     if setting is not None and setting.eager:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
     if setting is not None and isinstance(setting.rule, Budget):

@@ -215,7 +215,7 @@ def _copy_in(
 
 def _constant(into: GraphModule, constant: Any, fake_mode: Any) -> Node:
     """A `get_attr` node for `constant`, one attribute for one object."""
-    held = (*vars(into).items(), *into.named_buffers(recurse=False))
+    held = (*vars(into).items(), *into.named_buffers(recurse=False), *into.named_children())  # graphs are children
     names = {id(v): k for k, v in held if k.startswith(_CONSTANT)}
     name = names.get(id(constant))
     if name is None:

@@ -160,7 +160,8 @@ def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, A
     unpack_graph = _functional(unpack, tuple(leaves[i] for i in crossing), decompositions)
     _clean(unpack_graph)
     for node in unpack_graph.graph.find_nodes(op="get_attr"):
-        if torch_values.is_traced_value(getattr(unpack_graph, str(node.target))):
+        held = getattr(unpack_graph, str(node.target))  # a tensor, or the body of a `cond` or loop
+        if isinstance(held, torch.Tensor) and torch_values.is_traced_value(held):
             raise HookContractError(
                 f"{at_unpack} uses a tensor that pack did not return, or that is hidden in an object that is no "
                 "pytree; return every tensor in tuples, lists or dicts, or register the class as a pytree by "
@@ -277,8 +278,23 @@ def _clean(gm: GraphModule) -> None:
     for node in reversed(list(gm.graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             gm.graph.erase_node(node)
+    _give_numbers_to_bodies(gm)
     gm.graph.lint()
     gm.recompile()
+
+
+def _give_numbers_to_bodies(gm: GraphModule) -> None:
+    """Note numbers that `cond` and loops pass to their bodies on the bodies' placeholders, where Inductor looks."""
+    for node in gm.graph.nodes:
+        if isinstance(node.target, torch_values.HigherOrderOperator):
+            nodes = [a if isinstance(a, Node) and a.op == "get_attr" else None for a in node.args]
+            held: list[Any] = [a and getattr(gm, str(a.target)) for a in nodes]
+            graphs = [i for i, each in enumerate(held) if isinstance(each, GraphModule)]
+            operands = torch_values.pytree.tree_leaves(node.args[max(graphs, default=0) + 1 :])
+            for body in (held[i] for i in graphs):
+                for placeholder, a in zip(body.graph.find_nodes(op="placeholder"), operands, strict=False):
+                    if isinstance(a, int | float):
+                        placeholder.meta.setdefault("val", a)
 
 
 def _copy_by_value(x: torch.Tensor) -> torch.Tensor:

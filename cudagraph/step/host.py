@@ -7,25 +7,31 @@
     tensors        path -> tensor whose memory the graph reads
     places         path -> where a number is kept, so that a graph can read it on the device; see numbers.py
 
-Containers are compared first: dicts by their version, which Python counts, others entry by entry, by identity. If none
-differs, nothing has changed. Otherwise leaves are compared: plain values by type and value, all else by identity.
+Containers are compared first: dicts by their version, which Python counts, others entry by entry, by identity; memory
+of Python and NumPy by its bytes. If none differs, nothing has changed. Otherwise leaves are compared: plain values by
+type and value, all else by identity.
 
 Random numbers of the host, of Python and NumPy, would not be drawn by a replay: `HostRandom` tells whether any were.
 
-A function's variables are what it closes over, the globals that it names, its defaults and attributes. Classes,
-modules of Python and what a called method reads elsewhere are not looked at: docs/footguns.md lists them.
+A function's variables are what it closes over, the globals that it names, its defaults and attributes. Of the user's
+classes and modules of Python plain values are compared. What a called method reads elsewhere is not looked at:
+docs/footguns.md lists what is not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
+import hashlib
 import operator
 import pickle
 import random
 import sys
+import threading
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
@@ -40,7 +46,7 @@ from ..torch_private import cuda as torch_cuda
 from ..torch_private.distributed import is_dtensor, local_part, sharding_options
 from .iterators import is_opaque
 from .numbers import Place, Traced
-from .users_code import globals_in, is_users, is_users_class
+from .users_code import globals_in, is_users, is_users_class, is_users_module
 
 OPTIONS_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 PLAIN = (bool, int, float, complex, str, bytes, type(None), *OPTIONS_OF_TORCH)
@@ -51,6 +57,7 @@ ALL = "[:]"  # of a list, in paths
 MOST_VALUES = 100_000
 OBJECTS_DEEP = 2  # a config of a trainer is looked at, not all that its logger holds
 ANY_DEPTH = 1_000
+MOST_BYTES = 1 << 14  # of an array that is compared; data sets are larger
 DYNAMOS = "_dynamo_"  # begin of attributes that Dynamo sets on parameters when it compiles, such as an evaluation
 Scheduler = torch.optim.lr_scheduler.LRScheduler  # counts outside of the step; what it sets is the optimizer's
 # Objects of torch whose attributes are compared, and which don't count for the depth.
@@ -95,6 +102,7 @@ class HostState:
         self._dicts: list[dict[Any, Any]] = []
         self._paths: list[str] = []  # of `_dicts`
         self._lists: list[Any] = []
+        self._arrays: list[Any] = []  # arrays and buffers of Python and NumPy
         self._views: list[View] = []
         self._ordered_dicts: list[OrderedDict[Any, Any]] = []  # `move_to_end` counts no version
         self._seen: dict[int, tuple[Any, str]] = {}
@@ -109,6 +117,7 @@ class HostState:
         self._classes, self._attribute_dicts = [*map(type, self._objects)], [*map(ATTRIBUTES, self._owners)]
         # by identity, for dicts and lists: `accept` changes the copies of dicts
         self._copy_of = {id(d): _plain_copy(d) for d in self._dicts} | {id(x): x.copy() for x in self._lists}
+        self._contents = [*map(_content, self._arrays)]
         self._keys_in_order = [*chain.from_iterable(self._ordered_dicts)]
         self._full_dicts, self._empty_dicts = [d for d in self._dicts if d], [d for d in self._dicts if not d]
         self._differentiable = [x for x in (*self.tensors.values(), *self.spread.values()) if x.requires_grad]
@@ -145,6 +154,7 @@ class HostState:
             and [x.requires_grad for x in self._spread] == self._require
             and all(map(is_, map(local_part, self._spread), self._parts))
             and all(_same(read(), saved) for read, _, saved in self._views)
+            and [*map(_content, self._arrays)] == self._contents
             and [x._version for x in self.on_cpu] == self._cpu_versions
         )
 
@@ -224,6 +234,8 @@ class HostState:
                 stack.callback(_restore_view, *view)
             for container in (*self._dicts, *self._lists):
                 stack.callback(_restore_container, container, self._copy_of[id(container)])
+            for array, content in zip(self._arrays, self._contents, strict=True):
+                stack.callback(_restore_array, array, content)
             for owner, own in zip(self._owners, self._attribute_dicts, strict=True):
                 if owner.__dict__ is not own:
                     stack.callback(object.__setattr__, owner, "__dict__", own)
@@ -295,7 +307,23 @@ class HostState:
             if isinstance(value, torch.jit.ScriptModule):  # its tensors are in no dict
                 names = [name for name, _ in (*value.named_parameters(), *value.named_buffers())]
                 self._watch_values(path, names, lambda: [*value.parameters(), *value.buffers()], depth=depth)
-        elif isinstance(value, type | types.ModuleType) or not is_users_class(type(value)):
+        elif (content := _content(value)) is not None:
+            self.leaves[path] = f"contents {hashlib.sha256(content).hexdigest()[:16]}"
+            self._arrays.append(value)
+        elif isinstance(value, contextvars.ContextVar):
+            write = functools.partial(_put_into_variable, value)
+            self._watch_values(path, ["get()"], lambda: [_value_of(value.get)], write, depth=depth)
+        elif isinstance(value, weakref.ref):
+            self._watch_values(path, ["()"], lambda: [value()], depth=depth)
+        elif isinstance(value, threading.local):
+            self._dict(path, value.__dict__, depth, has_attributes=True)
+        elif isinstance(value, type | types.ModuleType):
+            if is_users_class(value) if isinstance(value, type) else is_users_module(value):
+                names = [n for n, x in vars(value).items() if isinstance(x, PLAIN) and not n.startswith("__")]
+                write = functools.partial(_put_into_names, value, names)
+                read = functools.partial(vars, value)
+                self._watch_values(path, names, lambda: [read().get(n, MISSING) for n in names], write, depth=depth)
+        elif not is_users_class(type(value)):
             return
         elif depth:
             self._attributes(path, value, depth - 1)
@@ -343,6 +371,11 @@ class HostState:
         """Add an object: its class and its attributes."""
         self._objects.append(value)
         self.leaves[f"{path}, its class"] = type(value)
+        cls: Any = type(value)
+        if slots := _slots(cls):
+            write = functools.partial(_put_into_slots, value, slots)
+            read = [functools.partial(slot.__get__, value) for slot in slots]
+            self._watch_values(path, [x.__name__ for x in slots], lambda: [*map(_value_of, read)], write, depth=depth)
         if isinstance(getattr(value, "__dict__", None), dict):
             if value.__dict__ is value.__dict__:  # a property may make a dict in each call
                 self._owners.append(value)
@@ -434,6 +467,59 @@ def _value_in(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet
         return MISSING
+
+
+def _value_of(read: Callable[[], Any]) -> Any:
+    """The value of a slot or a context variable; `MISSING` if it has none yet."""
+    try:
+        return read()
+    except (AttributeError, LookupError):
+        return MISSING
+
+
+@functools.cache
+def _slots(cls: type) -> tuple[types.MemberDescriptorType, ...]:
+    """The descriptors of the attributes that `cls` and its bases name in `__slots__`."""
+    found = [x for each in cls.__mro__ if "__slots__" in vars(each) for x in vars(each).values()]
+    return tuple(x for x in found if isinstance(x, types.MemberDescriptorType))
+
+
+def _put_into_slots(owner: Any, slots: Sequence[types.MemberDescriptorType], values: Sequence[Any]) -> None:
+    """Give attributes in slots these `values`; `MISSING`: none."""
+    for slot, value in zip(slots, values, strict=True):
+        if value is not MISSING:
+            slot.__set__(owner, value)
+        elif hasattr(owner, slot.__name__):
+            slot.__delete__(owner)
+
+
+def _put_into_names(owner: Any, names: Sequence[str], values: Sequence[Any]) -> None:
+    """Give attributes of a class or a module of Python the `values` that they had."""
+    for name, value in zip(names, values, strict=True):
+        setattr(owner, name, value)
+
+
+def _put_into_variable(variable: contextvars.ContextVar[Any], values: Sequence[Any]) -> None:
+    """Give a context variable its value; one that has had none keeps what it has."""
+    if values[0] is not MISSING:
+        variable.set(values[0])
+
+
+def _content(value: Any) -> bytes | None:
+    """The bytes of a small array or buffer of Python or NumPy; None for others."""
+    try:
+        with memoryview(value) as view:
+            return view.tobytes() if view.nbytes <= MOST_BYTES else None
+    except (TypeError, ValueError, BufferError):  # no buffer, a closed one, or one of dates
+        return None
+
+
+def _restore_array(array: Any, content: bytes | None) -> None:
+    """Write its former bytes to an array, unless it has them, is read-only or has gaps."""
+    if _content(array) != content is not None:
+        with memoryview(array) as view:
+            if not view.readonly and view.c_contiguous and view.nbytes == len(content):
+                view.cast("B")[:] = content
 
 
 def _put_into_cells(cells: Sequence[types.CellType], values: Sequence[Any]) -> None:

@@ -63,3 +63,9 @@ def is_users_class(cls: type) -> bool:
     if root in NAMESPACES or module.startswith(TORCH_CLASSES):
         return True
     return root not in sys.stdlib_module_names and root not in ("torch", "builtins", "numpy", "cudagraph", "aot_hooks")
+
+
+def is_users_module(module: types.ModuleType) -> bool:
+    """Whether a module of Python is the user's: not of torch, this package, Python, or an installed package."""
+    file = getattr(module, "__file__", None) or ""
+    return is_users(file) and module.__name__.partition(".")[0] not in sys.stdlib_module_names

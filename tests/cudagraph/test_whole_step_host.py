@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import array
+import contextvars
 import functools
 import sys
+import threading
 import types
+import weakref
 from collections import ChainMap, OrderedDict, UserDict, deque
 
+import numpy
 import pytest
 import torch
 from ranks import group_of_one
@@ -26,12 +31,24 @@ class Pair(OrderedDict):
         super().__init__(a=a, b=b)
 
 
+class Slots:
+    __slots__ = ("__private", "rate")
+    limit = 1
+
+
 class Config:
     def __init__(self):
         self.rate, self.names, self.queue, self.seen = 0.5, {"{odd}": 1}, deque([1]), {1}
         self.shared, self.inner, self.self = [1, 2], argparse.Namespace(rate=1), self
         self.empty, self.ordered, self.none = {}, OrderedDict(a=1, b=2), None
         self.ordered.rate, self.pair = 1, Pair(1, 2)
+        self.slots, self.variable, self.local = Slots(), contextvars.ContextVar("rate"), threading.local()
+        self.slots.rate = self.local.rate = 1
+        self.variable.set(1)
+        self.bytes, self.array, self.every_other = bytearray(2), array.array("d", [1.0]), numpy.zeros(4)[::2]
+        self.options, self.kind = types.ModuleType("options"), Slots
+        self.options.rate = 1
+        self.view, self.number, self.weak = memoryview(self.bytes), numpy.float32(1), weakref.ref(self.inner)
 
     def method(self, x):
         return x * FACTOR
@@ -70,6 +87,16 @@ CHANGES = {
     "a deque": (lambda c: c.queue.append(2), "config.queue[1]", "nothing became 2"),
     "a set": (lambda c: c.seen.add(2), "config.seen[1]", "nothing became 2"),
     "a longer list": (lambda c: c.shared.append(3), "config.shared[2]", "nothing became 3"),
+    "a slot": (lambda c: setattr(c.slots, "rate", 2), "config.slots, rate", "1 became 2"),
+    "a slot without a value": (lambda c: delattr(c.slots, "rate"), "config.slots, rate", "1 became nothing"),
+    "a context variable": (lambda c: c.variable.set(2), "config.variable, get()", "1 became 2"),
+    "a variable of a thread": (lambda c: setattr(c.local, "rate", 2), "config.local.rate", "1 became 2"),
+    "a bytearray": (lambda c: c.bytes.__setitem__(0, 2), "config.bytes", "contents"),
+    "what a memory view shows": (lambda c: c.bytes.__setitem__(1, 2), "config.view", "contents"),
+    "an array": (lambda c: c.array.__setitem__(0, 2.0), "config.array", "contents"),
+    "a number of NumPy": (lambda c: setattr(c, "number", numpy.float32(2)), "config.number", "contents"),
+    "a module of Python": (lambda c: setattr(c.options, "rate", 2), "config.options, rate", "1 became 2"),
+    "an attribute of a class": (lambda c: setattr(Slots, "limit", 2), "config.kind, limit", "1 became 2"),
     "a global": (lambda c: globals().update(FACTOR=3), "step.func, FACTOR", "2 became 3"),
     "another module": (lambda c: setattr(c, "layer", torch.nn.ReLU()), "config.layer", "it is another ReLU now"),
     "an object": (lambda c: setattr(c, "none", Config()), "config.none", "None became a Config"),
@@ -91,6 +118,34 @@ def test_a_change_is_seen_named_and_put_back(name, monkeypatch):
     before.restore()
     before.note_versions()
     assert before.unchanged() and before.differences(HostState(roots, "cpu")) == {}
+
+
+def test_changes_that_are_seen_and_not_put_back():
+    """An array with gaps; what a weak reference leads to."""
+    config = Config()
+    before = HostState({"config": config}, "cpu")
+    config.every_other[1] = 3
+    assert not before.unchanged()
+    assert [*before.differences(HostState({"config": config}, "cpu"))] == ["config.every_other"]
+    alone = argparse.Namespace(rate=1)
+    before = HostState({"config": weakref.ref(alone)}, "cpu")
+    alone.rate = 2
+    assert not before.unchanged()
+    assert before.differences(HostState({"config": weakref.ref(alone)}, "cpu")) == {"config, ().rate": "1 became 2"}
+
+
+def test_an_equal_array_in_its_place_is_no_change():
+    config = Config()
+    before = HostState({"config": config}, "cpu")
+    config.array = array.array("d", [1.0])
+    assert before.differences(HostState({"config": config}, "cpu")) == {}
+
+
+def test_large_arrays_are_not_compared():
+    table = numpy.zeros(1 << 14)
+    before = HostState({"table": table}, "cpu")
+    table[0] = 1
+    assert before.unchanged()
 
 
 def test_closures_defaults_and_partials():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import random
+import threading
 import weakref
 from collections import deque
 
@@ -348,7 +350,15 @@ def of_several_types():
         factor = torch.ones(2) if type(factor) is int else 1
 
 
+def in_its_second_round():
+    factors = itertools.cycle(FACTORS[:3])
+    for _ in range(4):
+        next(factors)
+    return factors
+
+
 FACTORS = [1.0 + i for i in range(20)]
+LINES = "".join(f"{each}\n" for each in FACTORS)
 ITERATORS = {
     "a list's": lambda: iter(FACTORS),
     "a dict's": lambda: iter(dict.fromkeys(FACTORS)),
@@ -358,6 +368,8 @@ ITERATORS = {
     "enumerate": lambda: map(sum, enumerate(FACTORS)),
     "itertools.count": lambda: itertools.count(1),
     "itertools.cycle": lambda: itertools.cycle(FACTORS),
+    "itertools.cycle in its second round": in_its_second_round,
+    "a map of a file in memory": lambda: map(float, io.StringIO(LINES)),
     "itertools.islice": lambda: itertools.islice(itertools.chain(FACTORS), 1, None),
     "a generator": lambda: doubled(FACTORS),
     "a generator that passes on": lambda: passed_on(iter(FACTORS)),
@@ -400,6 +412,63 @@ def test_a_step_that_takes_items_by_a_method(device, name, how):
 
     step = steps_are_equal(device, make_step, count=8)
     assert step.refused.startswith("takes items from <lambda>, take"), step.refused
+
+
+@pytest.mark.parametrize("how", ["readline", "__next__"])
+@pytest.mark.parametrize("kind", ["text", "bytes", "in memory"])
+def test_a_step_that_reads_a_file(device, tmp_path, kind, how):
+    (tmp_path / "factors").write_text(LINES)
+
+    def make_step(model, optimizer):
+        file = (
+            io.StringIO(LINES) if kind == "in memory" else (tmp_path / "factors").open("rb" if kind == "bytes" else "r")
+        )
+        take = getattr(file, how)
+        return lambda x, y: train(F.mse_loss(model(x), y) * float(take()), optimizer)
+
+    step = steps_are_equal(device, make_step, count=8)
+    assert step.refused.startswith("takes items from <lambda>, take"), step.refused
+    assert "read and write it outside of the step" in step.refused
+
+
+def test_a_log_that_a_step_writes_is_no_reason(device, tmp_path):
+    ours, optimizer, _, _ = pair(device, adamw_fused)
+    with (tmp_path / "log").open("w") as log:
+
+        @cudagraph.whole_step
+        def step(x, y):
+            log.write("a step")
+            return train(F.mse_loss(ours(x), y), optimizer)
+
+        for x, y in batches(device, 4):
+            step(x, y)
+    assert step.refused == "" and cudagraph.stats()["replays"] == 3
+
+
+def test_items_that_a_thread_takes_meanwhile_are_said_to_be_perhaps_its_own(device):
+    ours, optimizer, _, _ = pair(device, adamw_fused)
+    factors, goes_on, taken = itertools.count(), threading.Event(), threading.Event()
+
+    def prefetch():
+        while not goes_on.is_set():
+            next(factors)
+            taken.set()
+
+    @cudagraph.whole_step
+    def step(x, y):
+        taken.clear()
+        taken.wait()
+        return train(F.mse_loss(ours(x), y) * (1.0 if factors else 2.0), optimizer)
+
+    thread = threading.Thread(target=prefetch)
+    thread.start()
+    try:
+        for x, y in batches(device, 2):
+            step(x, y)
+    finally:
+        goes_on.set()
+        thread.join()
+    assert "or another thread does meanwhile" in step.refused, step.refused
 
 
 @pytest.mark.parametrize("name", ITERATORS)

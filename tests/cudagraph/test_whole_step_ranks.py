@@ -9,106 +9,48 @@ import contextlib
 import copy
 import functools
 import os
-import pathlib
-import signal
-import sys
 import tempfile
 import time
-import traceback
 import types
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import WIDTH, blocks, device_type, leave_group, run_ranks
+from ranks import device_type, leave_group, run_ranks
+from steps_on_ranks import (
+    STEPS,
+    assert_ended,
+    batch,
+    compare,
+    local,
+    models,
+    one_model,
+    sharded,
+    trained,
+    trained_by,
+    work,
+)
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
-from whole_steps import OPTIMIZERS, Net, adamw, eager_step, on_simulator, sgd, tensors_of
+from whole_steps import OPTIMIZERS, adamw, eager_step, sgd
 
-import aot_hooks
 import cudagraph
 from cudagraph.errors import RanksError
-from cudagraph.torch_private import cuda as torch_cuda
 from cudagraph.torch_private import distributed as torch_distributed
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
 LIMIT_S = 240  # for all cases
-STEPS = 18  # torch times the first 10 iterations of a model of DDP, so the 13th is recorded
-SMALL_BUCKETS = 1e-4  # MiB: several in a model of 100 numbers
-
-
-def batch(step, rank, size=6):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    x, y = torch.randn(size, 4, generator=generator), torch.randn(size, 2, generator=generator)
-    return x.to(device_type()), y.to(device_type())
-
-
-def model():
-    torch.manual_seed(1)
-    return Net().to(device_type())
-
-
-def replicated(model, **options):
-    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS, **options)
-
-
-def models(**options):
-    """Two equal replicated models: for the step, and for eager mode."""
-    ours = model()
-    return replicated(ours, **options), replicated(copy.deepcopy(ours), **options)
-
-
-def local(x):
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def sharded(**options):
-    """Two equal models, each sharded over the ranks, with `options` for its linear layers."""
-    mesh = init_device_mesh(device_type(), (2,))
-    ours = model()
-    pair = ours, copy.deepcopy(ours)
-    for each in pair:
-        fully_shard(each.first, mesh=mesh, **options)
-        fully_shard(each.last, mesh=mesh, **options)
-        fully_shard(each, mesh=mesh)
-    return pair
-
-
-def compare(step, expected, ours, eager, rank, *, sizes=lambda i, rank: 6, steps=STEPS):
-    """Run both, and compare losses and parameters in each step, bit for bit."""
-    for i in range(steps):
-        x, y = batch(i, rank, sizes(i, rank))
-        assert torch.equal(step(x, y), expected(x, y).detach()), f"loss of step {i}"
-        for a, b in zip(tensors_of(ours.state_dict()), tensors_of(eager.state_dict()), strict=True):
-            assert torch.equal(local(a), local(b)), f"state after step {i}"
-
-
-def trained(pair, rank, make=sgd, *, sizes=lambda i, rank: 6, steps=STEPS, **how):
-    """Train a step of the first model beside eager mode for the second one; returns the step."""
-    ours, eager = pair
-    step = cudagraph.whole_step(ours, F.mse_loss, make(ours), **how)
-    compare(step, eager_step(eager, F.mse_loss, make(eager), **how), ours, eager, rank, sizes=sizes, steps=steps)
-    return step
-
-
-def trained_by(make_step, pair, rank, **how):
-    """The same for a step of the user's own, `make_step(model, optimizer)`."""
-    ours, eager = pair
-    step = cudagraph.whole_step(make_step(ours, sgd(ours)))
-    compare(step, make_step(eager, sgd(eager)), ours, eager, rank, **how)
-    return step
 
 
 def two_models():
     """Equal ones that no other process knows."""
-    ours = model()
+    ours = one_model()
     return ours, copy.deepcopy(ours)
 
 
@@ -309,7 +251,7 @@ def own_step_in(group, model, optimizer):
 
 def group_ends(rank):
     """After the first call, and after the first recording, the group is replaced by another one."""
-    ours = model()
+    ours = one_model()
     eager, groups = copy.deepcopy(ours), [dist.new_group([0, 1])]
     step = cudagraph.whole_step(own_step_in(groups, ours, sgd(ours)))
     expected = own_step_in(groups, eager, sgd(eager))
@@ -322,7 +264,7 @@ def group_ends(rank):
 
 def all_groups_end(rank):
     """As where a program that has lost a rank begins anew, after the first call and after the first exchange."""
-    ours, world = model(), [None]
+    ours, world = one_model(), [None]
     eager = copy.deepcopy(ours)
     step, expected = cudagraph.whole_step(own_step_in(world, ours, sgd(ours))), own_step_in(world, eager, sgd(eager))
     for count in (1, 2, 5):
@@ -345,7 +287,7 @@ def local_step(rank):
 
 def averaging(rank, averages, sizes):
     """A step that averages gradients where `averages(i)`, a number that the host changes, and sends nothing else."""
-    ours = model()
+    ours = one_model()
     eager = copy.deepcopy(ours)
     state = types.SimpleNamespace(call=0)
 
@@ -541,7 +483,7 @@ def ddp_evaluated(rank):
 
 def fsdp_evaluated(rank):
     """An evaluation leaves the outermost parameters gathered, and a replay makes them stale."""
-    mesh, ours = init_device_mesh(device_type(), (2,)), model()
+    mesh, ours = init_device_mesh(device_type(), (2,)), one_model()
     pair = ours, copy.deepcopy(ours)
     for each in pair:
         fully_shard(each.first, mesh=mesh)
@@ -578,45 +520,6 @@ def fsdp_results(rank):
 def fsdp_fails(rank):
     """A capture that fails in the middle of a backward, on one rank, leaves modules that are sharded."""
     assert_refused_by_rank_1(sharded(), rank, steps=5)
-
-
-def compiled_models(policy):
-    """Two equal models whose blocks are compiled, with what they save stored by `policy`."""
-    ours = nn.Sequential(nn.Linear(4, WIDTH), *blocks(2), nn.Linear(WIDTH, 2)).to(device_type())
-    pair = ours, copy.deepcopy(ours)
-    for each in pair:
-        for block in each[1:3]:
-            block.compile(backend="aot_hooks", options={"inner": "aten", "policy": policy})
-    return pair
-
-
-def compare_compiled(pair, rank, steps):
-    step = trained(pair, rank, adamw, steps=steps, clip_grad_norm=0.5)
-    assert (step.refused, step.update_refused) == ("", "") and cudagraph.stats()["replays"] >= 5
-
-
-def fsdp_compiled(rank):
-    """Blocks are compiled and sharded; what they save is in float8, under a budget, or in host memory."""
-    offload = aot_hooks.policies.everything(aot_hooks.offload(min_bytes=1, max_stall_ms=float("inf")))
-    policies = [aot_hooks.float8(), aot_hooks.budget(max_slowdown=float("inf"))]
-    for policy in (*policies, offload) if device_type() == "cuda" else policies:  # a CPU's replay can't repeat copies
-        cudagraph.reset()
-        torch._dynamo.reset()
-        pair, mesh = compiled_models(policy), init_device_mesh(device_type(), (2,))
-        for each in pair:
-            for block in each[1:3]:
-                fully_shard(block, mesh=mesh)
-            fully_shard(each, mesh=mesh)
-        compare_compiled(pair, rank, steps=8)
-        plans = aot_hooks.last_plans(pair[0])
-        assert plans and all(plan.packed_bytes < plan.saved_bytes for plan in plans)
-
-
-def ddp_compiled(rank):
-    """Compiled blocks in a replicated model; what they save is in int8."""
-    models = compiled_models(aot_hooks.int8())
-    pair = [nn.parallel.DistributedDataParallel(each) for each in models]  # Dynamo refuses the smallest buckets
-    compare_compiled(pair, rank, steps=STEPS)
 
 
 def tensor_parallel(rank):
@@ -704,35 +607,6 @@ CASES = (
 )  # fmt: skip
 
 
-COMPILED = (fsdp_compiled, ddp_compiled)
-
-
-def runs_here(case):
-    """The simulator can gather parameters only where storages can exchange their memory."""
-    return device_type() == "cuda" or torch_cuda.can_swap() or not case.__name__.startswith("fsdp")
-
-
-def work(rank, folder, names=()):
-    for case in filter(runs_here, (*CASES, *COMPILED)):
-        if case.__name__ not in (names or [each.__name__ for each in CASES]):
-            continue
-        file, begin = pathlib.Path(folder) / f"{case.__name__}{rank}", time.monotonic()
-        file.write_text("under way")
-        cudagraph.reset()
-        with pytest.MonkeyPatch.context() as patch:
-            if device_type() == "cpu":
-                on_simulator(patch)
-            try:
-                case(rank)
-                text = "ended"
-            except BaseException:
-                text = traceback.format_exc()
-        file.write_text(text)
-        print(f"rank {rank}: {case.__name__}, {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
-        if text != "ended":
-            raise AssertionError(f"{case.__name__}: {text}")
-
-
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def folder(request, tmp_path_factory):
     """Where the cases, all run in one pair of processes, have left their results. Workers of pytest share it."""
@@ -747,91 +621,11 @@ def folder(request, tmp_path_factory):
         while not (folder / "how").exists() and time.monotonic() < until:
             time.sleep(0.2)
     else:
-        ended = run_ranks(work, folder, str(folder), device=request.param, limit_s=LIMIT_S)
+        ended = run_ranks(work, folder, str(folder), CASES, device=request.param, limit_s=LIMIT_S)
         (folder / "how").write_text("; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ended)))
     return folder
-
-
-def why_not_run(folder):
-    """The cases that failed or did not end, with the last line of their error, and how the processes ended."""
-    texts = {file.name: file.read_text() for case in CASES for file in folder.glob(f"{case.__name__}[01]")}
-    failed = [f"{name}: {text.splitlines()[-1]}" for name, text in texts.items() if text != "ended"]
-    how = folder / "how"
-    return f"a case before it failed: {failed}; {how.read_text() if how.exists() else 'they have not ended'}"
-
-
-def assert_ended(folder, case):
-    if "cpu" in folder.name and not torch_cuda.can_swap() and case.__name__.startswith("fsdp"):
-        pytest.skip("the simulator needs storages that can exchange their memory")
-    for rank in range(2):
-        file = folder / f"{case.__name__}{rank}"
-        assert file.exists() and file.read_text() != "under way", why_not_run(folder)
-        assert file.read_text() == "ended"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_two_ranks(folder, case):
     assert_ended(folder, case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.__name__)
-def test_compiled_blocks_on_two_ranks(tmp_path_factory, case, device):
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    folder = tmp_path_factory.mktemp(device)
-    run_ranks(work, folder, str(folder), [case.__name__], device=device, limit_s=200)
-    assert_ended(folder, case)
-
-
-def raises_in_a_capture(rank):
-    """And again in the call as it is, which follows. The other rank waits for it in the backward."""
-    if device_type() == "cpu":
-        on_simulator(pytest.MonkeyPatch())
-    ours, _ = models()
-    state = types.SimpleNamespace(call=0)
-
-    def loss_fn(out, y):
-        if rank == 1 and state.call == 15:
-            raise ValueError("planted")
-        return F.mse_loss(out, y)
-
-    step = cudagraph.whole_step(ours, loss_fn, sgd(ours), state=state)
-    for i in range(STEPS):
-        state.call = i // 15 * 15
-        float(step(*batch(i, rank)))
-    raise AssertionError("nobody has missed the rank that raised")
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_rank_that_raises_ends_the_other_in_bounded_time(tmp_path, device):
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    waits, raised = run_ranks(raises_in_a_capture, tmp_path, device=device, limit_s=90)
-    assert "planted" in raised.error and waits.failed and waits.exit_code is not None, (waits, raised)
-
-
-def dies_in_a_replay(rank):
-    if device_type() == "cpu":
-        on_simulator(pytest.MonkeyPatch())
-    ours, _ = models()
-    step = cudagraph.whole_step(ours, F.mse_loss, sgd(ours))
-    for i in range(STEPS):
-        if rank == 1 and step.latest is not None:
-            step.latest.launch = lambda: os.kill(os.getpid(), signal.SIGKILL)
-        float(step(*batch(i, rank)))
-    raise AssertionError("nobody has missed the rank that was killed")
-
-
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_rank_that_is_killed_in_a_replay_ends_the_others_in_bounded_time(tmp_path, device, count):
-    if device == "cuda" and torch.cuda.device_count() < count:
-        pytest.skip(f"needs {count} GPUs")
-    first, killed, *others = run_ranks(dies_in_a_replay, tmp_path, device=device, limit_s=90, count=count)
-    assert killed.exit_code == -signal.SIGKILL
-    # Gloo sees it by itself; NCCL waits on the device, until the watchdog of the step ends that.
-    expected = "RanksError" if device == "cuda" else "RuntimeError"
-    for lives in (first, *others):
-        assert lives.failed and expected in lives.error, lives

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from steps import BITS, assert_same, compiled, packed_count, step
 from torch import nn
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aot_hooks
@@ -372,3 +374,60 @@ def test_dynamic_views_with_gaps_compile_once() -> None:
         args = torch.randn(rows, columns, requires_grad=True), torch.randn(columns, columns, requires_grad=True)
         assert_same(step(call, *args, hook=copying), step(compiled(f), *args))
     assert len(aot_hooks.last_plans(call)) == 1
+
+
+def cond(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > -1e9, lambda y: y * 4, lambda y: y + 1, (x,))
+
+
+def cond_otherwise(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() < -1e9, lambda y: y + 1, lambda y: y * 4, (x,))
+
+
+def cond_of_a_constant(x: Tensor) -> Tensor:
+    return torch.cond(torch.tensor(True), lambda y: y * 4, lambda y: y + 1, (x,))
+
+
+def two_conds_beside_constants(x: Tensor) -> Tensor:
+    other = torch.cond(x.sum() > -1e9, lambda y: y * 0, lambda y: y + 7, (x,))
+    return (cond(x) + other) * torch.ones(8) + torch.zeros(8)
+
+
+def loop(x: Tensor) -> Tensor:
+    return while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, y * 2), (torch.tensor(0), x * 1))[1]
+
+
+def rows(x: Tensor) -> Tensor:
+    return scan(lambda carried, row: (carried + 1, row * 4), torch.zeros(8), x)[1]
+
+
+CONTROL_FLOW = [cond, cond_otherwise, cond_of_a_constant, two_conds_beside_constants, loop, rows]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("part", ["pack", "unpack"])
+@pytest.mark.parametrize("times_four", CONTROL_FLOW, ids=[f.__name__ for f in CONTROL_FLOW])
+def test_hooks_with_control_flow(times_four: Any, part: str) -> None:
+    """Each body is called where it stands, also for the second saved tensor."""
+    check_control_flow(times_four, part, "aten")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times_four", [cond, cond_otherwise, two_conds_beside_constants], ids=lambda f: f.__name__)
+def test_hooks_with_control_flow_under_inductor(times_four: Any) -> None:
+    check_control_flow(times_four, "pack", "inductor")
+
+
+def check_control_flow(times_four: Any, part: str, inner: str) -> None:
+    torch.manual_seed(0)
+    saved, weight = torch.randn(8, 8), torch.randn(8, 8)
+    hook = Hook("x 4", times_four, lambda x: x) if part == "pack" else Hook("x 4", lambda x: x * 1, times_four)
+    found = []
+    for each in (hook, Hook("by hand", lambda x: x * 4, lambda x: x)):
+        torch._dynamo.reset()
+        x = saved.clone().requires_grad_()
+        options = {"inner": inner, "policy": each}
+        f = torch.compile(lambda x: torch.tanh(torch.tanh(x @ weight) @ weight), backend="aot_hooks", options=options)
+        f(x).sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)

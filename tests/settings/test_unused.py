@@ -214,6 +214,37 @@ def test_checkpointing_that_leaves_nothing_to_pack(where: str) -> None:
     assert warned(run) == []
 
 
+@pytest.mark.parametrize(
+    ("around", "names"),
+    [
+        (torch.autograd.graph.save_on_cpu, "save_on_cpu"),
+        (lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x), "<lambda>"),
+    ],
+)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_torchs_own_hooks_around_a_call(enabled: bool, around: Any, names: str) -> None:
+    inner = model()
+    compiled = (
+        torch.compile(inner) if enabled else torch.compile(inner, backend="aot_hooks", options=ATEN | {"policy": HALF})
+    )
+
+    def run() -> None:
+        with aot_hooks.enable(HALF, options=ATEN) if enabled else contextlib.nullcontext():
+            for _ in range(2):
+                with around():
+                    loss = compiled(torch.ones(4, 8, requires_grad=True)).sum()
+                loss.backward()
+
+    (message,) = warned(run)
+    assert "hook 'half' does nothing" in message and "the innermost one counts alone" in message and names in message
+    assert warned(run) == []
+
+
+def test_an_eager_hook_around_a_call_is_not_warned_of() -> None:
+    eager = Hook("eager", lambda x: x * 2, lambda x: x / 2, eager=True)
+    assert warned(steps(lambda: saved_tensors_hooks(eager), policy=HALF)) == []
+
+
 def test_checkpointing_that_leaves_something_to_pack() -> None:
     assert warned(checkpointed("around", HALF, use_reentrant=True)) == []
 

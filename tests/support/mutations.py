@@ -161,6 +161,7 @@ MUTATIONS = (
     ),
     deleted("parts of spread tensors", "            and all(map(is_, map(local_part, self._spread), self._parts))\n"),
     deleted("views", "            and all(_same(read(), saved) for read, _, saved in self._views)\n"),
+    deleted("arrays", "            and [*map(_content, self._arrays)] == self._contents\n"),
     deleted("tensors on the CPU", "            and [x._version for x in self.on_cpu] == self._cpu_versions\n"),
     Mutation(
         "a number by which a step decides is not asked for again",
