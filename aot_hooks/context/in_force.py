@@ -44,7 +44,7 @@ def in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled: 
     else:
         enabled = None
     if setting is None and options.policy is not None and autograd.is_checkpointed():
-        unused.checkpointed(Setting(options.policy, options.scope))
+        unused.checkpointed(Setting(options.policy, options.scope), dynamo.code_being_compiled())
     if setting is not None and setting.eager:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
     if setting is not None and isinstance(setting.rule, Budget):

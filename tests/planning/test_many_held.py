@@ -8,12 +8,24 @@ from collections.abc import Callable
 import many_blocks
 import pytest
 import torch
-from many_blocks import ROWS, WIDTH, Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
+from many_blocks import (
+    ROWS,
+    WIDTH,
+    Block,
+    Other,
+    assert_equal,
+    compile_blocks,
+    gradients,
+    measured,
+    model_of,
+    peak_of,
+    train,
+)
 from small_budgets import budget
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
+from aot_hooks.errors import BudgetError, BudgetWarning, UnusedWarning, unwrapped
 from aot_hooks.planning import many
 from aot_hooks.steps import recorder
 from aot_hooks.torch_private import dynamo
@@ -35,6 +47,21 @@ def checkpointed(model: nn.Sequential, x: torch.Tensor, every: Callable[[int], b
     for i, block in enumerate(model):
         y = checkpoint(block, y, use_reentrant=reentrant) if every(i) else block(y)
     y.sin().sum().backward()
+
+
+def test_a_budget_says_once_for_each_function_that_what_is_checkpointed_does_not_count(x):
+    model = model_of(Block, Other, Block, Block, Other)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 5.0), max_error=0))
+    with pytest.warns(UnusedWarning, match="torch.utils.checkpoint calls") as caught:
+        for _ in range(3):
+            found = train(model, x, lambda: checkpointed(model, x, lambda i: i > 1, reentrant=False))
+            assert_equal(found, expected)
+    names = [f"forward (many_blocks.py:{kind.forward.__code__.co_firstlineno})" for kind in (Block, Other)]
+    says = [str(w.message) for w in caught]
+    assert [name in text and "on top of the budget" in text for name, text in zip(names, says, strict=True)] == [
+        True
+    ] * 2
 
 
 @pytest.mark.core
