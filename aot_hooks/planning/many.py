@@ -39,7 +39,7 @@ from ..identity.canonical import canonical
 from ..passes.plan import Plan
 from ..steps.memory import ALONE, Bytes, Moment
 from ..steps.moments import Instant, between, instants_of, latest, moments_of, shares, tight_peak
-from ..steps.parameters import frees_inputs, gathered_bytes, gradient_bytes
+from ..steps.parameters import frees_inputs, gathered_bytes, gradient_bytes, leaf_bytes
 from ..steps.recorder import Call, Phase, Recorder, Step, Trace
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value, pytree
@@ -444,14 +444,20 @@ class Group:
                 others = held.keys() - {memory for memory, _ in call.returned}
                 call.freed_bytes = own - sum(held[memory] for memory in others if not memory.expired())
                 return
-            calls = [call.what.nbytes for call in step.calls]
-            held, working = sum(c.held for c in calls), max((c.backward - c.held for c in calls), default=0)
-            if held + working > self.peak_bytes and not self.warned_of_retained:
+            versions = [call.what for call in step.calls]
+            if self.warned_of_retained or any(v.mode is Mode.LEAST or v.mode is not v.graph.mode for v in versions):
+                return  # the next step has another plan
+            held, working = (
+                sum(v.nbytes.held for v in versions),
+                max(v.nbytes.backward - v.nbytes.held for v in versions),
+            )
+            taken = held + working + leaf_bytes(step)  # their gradients have as many
+            if taken > self.peak_bytes:
                 self.warned_of_retained = True
                 warn_user(
                     f"aot_hooks: {self.budget!r}: a backward with retain_graph=True keeps what compiled calls have "
                     "saved. A plan counts it as released: a second backward may take "
-                    f"{mib(held + working)}, and gradients. Sum the losses and run one backward, or lower the peak",
+                    f"{mib(taken)}. Sum the losses and run one backward, or lower the peak",
                     BudgetWarning,
                 )
 
