@@ -14,8 +14,10 @@ If its graphs packed something, a step pays for a counter in eager parts, and a 
 from __future__ import annotations
 
 import collections
+import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -245,8 +247,20 @@ def traced(setting: Setting) -> None:
         )
 
 
-def checkpointed(setting: Setting) -> None:
-    """Warn that a graph is compiled without `setting`, under the hooks of `torch.utils.checkpoint`."""
+def checkpointed(setting: Setting, code: types.CodeType | None = None) -> None:
+    """Warn that a graph is compiled without `setting`, under the hooks of `torch.utils.checkpoint`.
+
+    `code`: of the compiled function, if it is known. A budget says so of each: their bytes are not in its plan.
+    """
+    if getattr(setting.rule, "decides_for_graph", False):
+        name = "" if code is None else f" {code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+        _warn(
+            (setting.text, f"checkpointed{name}"),
+            f"{setting.title} does not count the bytes of the compiled function{name} that torch.utils.checkpoint "
+            "calls: a step takes what its results and its second run take on top of the budget. Take the checkpoint "
+            "out: the budget has functions computed again where that is the least time for the memory",
+        )
+        return
     _warn(
         (setting.text, "checkpointed"),
         f"{setting.title} does nothing for a compiled function that torch.utils.checkpoint calls: it is computed "

@@ -46,7 +46,7 @@ def in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled: 
     if setting is None and options.policy is not None and (top := autograd.top_hooks()) is not None:
         asked = Setting(options.policy, options.scope)
         if autograd.is_checkpointed():
-            unused.checkpointed(asked)
+            unused.checkpointed(asked, dynamo.code_being_compiled())
         elif not isinstance(top[0], pairs.EagerPack):
             unused.covered(asked, top[0])
     if setting is not None and setting.eager:

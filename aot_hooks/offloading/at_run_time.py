@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cudagraph import settling
 
@@ -151,6 +152,13 @@ def _back(item: SavedItem, device: torch.device, keeps: bool, current: Any) -> C
         return ahead
     copies.join_unclaimed(ahead)  # it was fetched into the memory of another stream
     return begin_back([item.host], device)[0]
+
+
+def holds(memory: StorageWeakRef) -> bool:
+    """Whether a tensor that is to be sent has this memory still: it stays on the device, or its copy is in flight."""
+    found = [(item.out, item.value) for items in [*_items.values()] for item in items]
+    held = (value if out is None else out.source for out, value in found)
+    return any(x is not None and StorageWeakRef(x.untyped_storage()) == memory for x in held)
 
 
 def _join(item: SavedItem) -> None:

@@ -50,7 +50,7 @@ from .kernels import split_and_hold
 from .options import Graphs, Joint, error_of, layers_of, step_of, storages_in_scope
 from .recomputation import exact_order, marks, of_blocks
 from .simulated import Call, Predicted, Whole, predicted, room_of
-from .step import COMPUTED, KEPT, RECOMPUTE, Bytes, Moment, Option, Step
+from .step import ALONE, COMPUTED, KEPT, RECOMPUTE, Bytes, Moment, Option, Step
 
 # what is computed again
 NOTHING, POINTWISE, BLOCKS, WHOLE_BLOCKS = "", "recompute_pointwise", "blocks computed again", "whole blocks"
@@ -68,6 +68,7 @@ _LESS = 0.05
 Kernels then reuse memory that they don't without hooks (0.011 was seen, of int8 in a small network on a CPU), and a
 result is saved in place of terms (0.018).
 """
+_OFF = 0.1  # By this share the bytes that a hook sends may be off, and those that the link can send.
 ERROR = 0.9  # The share of `max_error` that a plan may have by its estimate, for what errors add up to beyond it.
 _STATISTIC = 64  # A value with fewer than one in so many of the forward's most elements is a statistic.
 _MASKS = "lossless()"
@@ -96,6 +97,10 @@ class Way:
         """How it stores values, by the name of the options of a `Step` that do the same; "" if it keeps them."""
         form = "" if self.form is None else repr(self.form)
         return f"offload({form and f'then={form}'})" if self.sends else form
+
+    @property
+    def rounds(self) -> bool:
+        return isinstance(self.form, Hook) and error_of(self.form) > 0
 
     def rule(self, **limits: Any) -> Any:
         """The hook or policy. `limits`: arguments of `offload`."""
@@ -208,17 +213,19 @@ def promising(own: Step, found: Iterable[Way], peak: float, most_ms: float) -> I
 
     `own`: the step of graphs that compute again what these ways compute again, with options for all other means.
     """
-    bounds = {way: _bounds(own, way) for way in found}
+    bounds = {way: _bounds(own, way, most_ms) for way in found}
     able = [way for way in bounds if bounds[way][0] < most_ms and (1 - _LESS) * bounds[way][1] <= peak]
     yield from sorted(able, key=lambda way: bounds[way][0])
 
 
-def _bounds(own: Step, way: Way) -> tuple[float, int]:
+def _bounds(own: Step, way: Way, most_ms: float) -> tuple[float, int]:
     """The least that a step can take whose values are all stored as by `way`: milliseconds, and bytes.
 
-    Copies to the host may wait, and less may be sent. Both takes bytes, and neither saves time. Hooks that round store
-    masks as `lossless()` does. They may pack a part of a storage, which no option does: queries, keys and values of one
-    projection. So a value without options counts as gone.
+    Copies to the host may wait, and less may be sent. Both takes bytes, and neither saves time. Where the graph is the
+    whole step, of at most `most_ms`, what the link can't send in the forward stays on the device up to its end.
+
+    Hooks that round store masks as `lossless()` does. They may pack a part of a storage, which no option does: queries,
+    keys and values of one projection. So a value without options counts as gone.
     """
     rounds = way.form is not None and way.name != _MASKS
     change = [0] * (len(own.live) + 1)
@@ -235,6 +242,11 @@ def _bounds(own: Step, way: Way) -> tuple[float, int]:
             change[value.gone] -= value.nbytes
             change[value.first] += value.nbytes
     live = [nbytes + more for nbytes, more in zip(own.live, itertools.accumulate(change), strict=False)]
+    if own.moments == ALONE and 0 < own.forward_count < len(live):
+        forward_ms = most_ms - sum(own.node_ms[own.forward_count :])
+        sent = (1 + _OFF) * 1e-3 * own.to_host * forward_ms
+        unsent = (1 - _OFF) * sum(option.link_bytes for option in chosen) - sent
+        live[own.forward_count - 1] += max(0, int(unsent)) if math.isfinite(sent) else 0
     # a hook may send less than all: then it packs less, too
     ms = own.ms if any(option.link_bytes for option in chosen) else own.ms_with(chosen)
     return ms, own.bytes_of(live).peak(own.moments)
@@ -353,7 +365,7 @@ class Simulation:
     def _ways(self) -> list[Way]:
         """The ways to try. Of forms that round the first is enough: it is the fastest."""
         found = ways(self.allow, self.max_error)
-        rounded = [way.form for way in found if isinstance(way.form, Hook) and error_of(way.form)]
+        rounded = [way.form for way in found if way.rounds]
         return [way for way in found if way.form is rounded[0] or way.form not in rounded] if rounded else found
 
     def _typed(

@@ -39,7 +39,7 @@ from ..identity.canonical import canonical
 from ..passes.plan import Plan
 from ..steps.memory import ALONE, Bytes, Moment
 from ..steps.moments import Instant, between, instants_of, latest, moments_of, shares, tight_peak
-from ..steps.parameters import frees_inputs, gathered_bytes, gradient_bytes
+from ..steps.parameters import frees_inputs, gathered_bytes, gradient_bytes, leaf_bytes
 from ..steps.recorder import Call, Phase, Recorder, Step, Trace
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value, pytree
@@ -51,7 +51,7 @@ from .in_step import bytes_of, own_bytes
 from .measured import StepCheck, StepTime, counters_of, step_check
 from .recipe import Recipe
 from .simulated import Whole, whole_of
-from .versions import Mode, Version, held_bytes
+from .versions import Mode, Version, freed_inputs, held_bytes
 
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
@@ -85,6 +85,7 @@ class Graph:
         sizes: the products of symbolic sizes that its bytes are for. A call of larger ones gets a graph of its own.
         grown: how many graphs for smaller sizes were before it.
         frees_inputs: nothing else holds what passes from one of its calls to the next, see steps/parameters.py.
+        keeps_inputs: a planned step has shown that something does, until the backward.
         digest: of its content, but for the number of its device: the same on all ranks of a host.
         program: the digest of what its plans depend on, see stored.py; "" if nobody asked for it.
         recipe, tight_recipe: loaded plans of its versions, to be made in place of a search.
@@ -107,6 +108,7 @@ class Graph:
     sizes: Products = field(default_factory=dict)
     grown: int = 0
     frees_inputs: bool = False
+    keeps_inputs: bool = False
     digest: str = ""
     program: str = ""
     recipe: Recipe | None = None
@@ -218,7 +220,8 @@ class Graph:
             growth = 1 / self.share_of(sizes)
             nbytes, ms = Bytes.total(map(own_bytes, found)).times(growth), sum(plan.after_ms for plan in found)
             drops_others = any(plan.recipe is not None and plan.recipe.drops_others for plan in found)
-            version = Version(self, mode, nbytes, ms=ms, drops_others=drops_others)
+            freed = sum(map(freed_inputs, found)) if self.frees_inputs else 0
+            version = Version(self, mode, nbytes, ms=ms, drops_others=drops_others, freed_inputs=freed)
             self.group.compiled(plans)
             if mode is Mode.PLANNED:
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
@@ -433,6 +436,7 @@ class Group:
             loss = self._loss_of(step)
             if loss is not None and (found := loss.loss_bytes()) is not None:
                 step.loss_bytes = max(step.loss_bytes or 0, found)
+            call.keeps_inputs = call.what.keeps_inputs(call)
             if not retains:
                 dropped = call.what.drops_others  # these bytes count nothing already
                 own = 0 if dropped else sum(nbytes for memory, nbytes in call.returned if memory.expired())
@@ -440,14 +444,20 @@ class Group:
                 others = held.keys() - {memory for memory, _ in call.returned}
                 call.freed_bytes = own - sum(held[memory] for memory in others if not memory.expired())
                 return
-            calls = [call.what.nbytes for call in step.calls]
-            held, working = sum(c.held for c in calls), max((c.backward - c.held for c in calls), default=0)
-            if held + working > self.peak_bytes and not self.warned_of_retained:
+            versions = [call.what for call in step.calls]
+            if self.warned_of_retained or any(v.mode is Mode.LEAST or v.mode is not v.graph.mode for v in versions):
+                return  # the next step has another plan
+            held, working = (
+                sum(v.nbytes.held for v in versions),
+                max(v.nbytes.backward - v.nbytes.held for v in versions),
+            )
+            taken = held + working + leaf_bytes(step)  # their gradients have as many
+            if taken > self.peak_bytes:
                 self.warned_of_retained = True
                 warn_user(
                     f"aot_hooks: {self.budget!r}: a backward with retain_graph=True keeps what compiled calls have "
                     "saved. A plan counts it as released: a second backward may take "
-                    f"{mib(held + working)}, and gradients. Sum the losses and run one backward, or lower the peak",
+                    f"{mib(taken)}. Sum the losses and run one backward, or lower the peak",
                     BudgetWarning,
                 )
 
@@ -478,7 +488,8 @@ class Group:
             before = itertools.takewhile(lambda event: event.phase is Phase.FORWARD, step.events)
             self.accumulates |= any(any(step.calls[event.call].accumulates) for event in before)
             for graph in {version.graph for version in trace.calls}:
-                graph.frees_inputs = frees_inputs(step, graph)
+                graph.keeps_inputs |= any(call.keeps_inputs for call in step.calls if call.what.graph is graph)
+                graph.frees_inputs = not graph.keeps_inputs and frees_inputs(step, graph)
             gathered += max(step.eager_bytes - gathered_first, 0)
             freed = [call.freed_bytes or 0 for call in step.calls]
             if step.loss_bytes is not None:
@@ -498,14 +509,17 @@ class Group:
         versions = dict.fromkeys(trace.calls)
         graphs = list(dict.fromkeys(version.graph for version in versions))
         bounded = all(version.mode is Mode.PLANNED or not version.graph.sizes for version in versions)  # by guards
-        if taken <= self.peak_bytes and bounded and all(version.mode is not Mode.LEAST for version in versions):
+        kept = [memory for call in step.calls if call.keeps_inputs for memory in call.inputs]
+        no_least = all(version.mode is not Mode.LEAST for version in versions)
+        planned = all(version.mode is version.graph.mode is Mode.PLANNED for version in versions)
+        if taken <= self.peak_bytes and bounded and no_least and not kept:
             self.accepted.append(known)
             self.predicted, self.check = taken, self.check or self.unplanned_check
             if len(self.traces) == 1 and self.has_plan_for(of_graphs):
                 for graph in graphs:
                     graph.note_peak(taken)
             self.measure(step)
-        elif all(v.mode is v.graph.mode is Mode.PLANNED for v in versions) and self.has_plan_for(of_graphs):
+        elif planned and not kept and self.has_plan_for(of_graphs):
             self.accepted.append(known)  # nothing is tighter, which was a warning when it was compiled
             self.predicted = taken
         else:
@@ -521,6 +535,8 @@ class Group:
             if not why:
                 self.why = f"step {self.ended} peaks at {mib(taken)} of {mib(self.peak_bytes)}"
                 self.plan(trace, of_graphs, graphs)
+            if kept:
+                self.warn_of_kept(sum(nbytes for call in step.calls for m, nbytes in call.returned if m in kept), why)
             if not why or self.busy:
                 self.notes_parameters = self.needs_plan = True  # the next step is checked, or planned
             else:
@@ -581,6 +597,15 @@ class Group:
             most = max(instant.holding.get(graph, 0) + (instant.runs is graph) for instant in instants)
             graph.calls, graph.is_nested = max(graph.calls, most), graph.is_nested and is_nested
             graph.compile_again(Mode.PLANNED)
+
+    def warn_of_kept(self, nbytes: int, why: str) -> None:
+        again = f"not compiled again: {why}. Lower the peak by that much" if why else "compiled again for that"
+        warn_user(
+            f"aot_hooks: {self.budget!r}: the program holds what compiled calls return until their backward, as a loss "
+            f"of each layer does that is not compiled. The plan has them freed, so a step took {mib(nbytes)} more than "
+            f"predicted, at most. Its functions are {again}",
+            BudgetWarning,
+        )
 
     def warn(self, taken: int, step: Step, why: str) -> None:
         if taken <= max(self.peak_bytes, _WARNS_AGAIN * self.warned_bytes):

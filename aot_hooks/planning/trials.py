@@ -240,12 +240,17 @@ class Trials:
                 return
             graphs = computing.multiplied_early
             own = self._step_of(graphs)
+        fitting: set[bool] = set()  # `Way.sends` of those that fit and round. The first is the fastest: forms come so
         for way in promising(own, found, peak, most_ms):
+            if way.rounds and way.sends in fitting:
+                continue
             one = self._hooked(graphs, way.rule(), nothing(self.step), own, nothing(own))
             if again == BLOCKS and error_within(one.plan, way, self.stock) > self.limits.error:
                 continue
             rows = one.plan.decisions
             rows = tuple(d if d.hook is KEEP else replace(d, reason=f"budget: {way}; {d.reason}") for d in rows)
+            if way.rounds and self.limits.peak is not None and one.fits(self.limits):
+                fitting.add(way.sends)
             yield replace(one, plan=replace(one.plan, decisions=rows, recipe=Recipe(typed=(again, way.name))))
 
     def _or_typed(self, found: Found) -> tuple[Tried | None, Tried]:

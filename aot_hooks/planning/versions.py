@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ..hook import KEEP
+from ..offloading.at_run_time import holds
+from ..passes.plan import Plan
 from ..steps.memory import Bytes
-from ..steps.recorder import Step
+from ..steps.recorder import Call, Step
 
 
 class Mode(Enum):
@@ -31,6 +34,7 @@ class Version:
         loose_calls: how many may run this one at the same time, if there is a tight one.
         is_tight: it is such a version.
         ms: the predicted time of a call, in milliseconds.
+        freed_inputs: how many inputs of a call count as gone between its forward and its backward.
         drops_others: its bytes count outputs beside the loss as dropped before the backward.
     """
 
@@ -42,7 +46,15 @@ class Version:
     loose_calls: int = 0
     is_tight: bool = False
     ms: float = 0.0
+    freed_inputs: int = 0
     drops_others: bool = False
+
+    def keeps_inputs(self, call: Call) -> bool:
+        """Whether the program holds an input of `call`, whose backward begins, that counts as gone."""
+        if not self.freed_inputs or not call.inputs or not call.is_chained:
+            return False
+        gone = [memory for memory in call.inputs if memory.expired() or holds(memory)]
+        return len(gone) < self.freed_inputs
 
     def for_next_call(self, step: Step) -> Version:
         """The version for the next call in `step`: the tight one, until all planned tight calls hold saved tensors.
@@ -60,3 +72,9 @@ class Version:
 def held_bytes(step: Step) -> int:
     """What the calls of a step hold now."""
     return sum(call.what.nbytes.held for call in step.holding.values())
+
+
+def freed_inputs(plan: Plan) -> int:
+    """How many inputs of a graph `plan` stores elsewhere in each call of a step: see `Whole.frees_inputs`."""
+    typed = plan.recipe is not None and plan.recipe.across_graphs
+    return sum(typed and d.saved.is_input and not d.saved.is_static and d.hook is not KEEP for d in plan.decisions)

@@ -35,6 +35,12 @@ def gradient_bytes(step: Step, *, made_before: bool) -> list[int]:
     return found
 
 
+def leaf_bytes(step: Step) -> int:
+    """The bytes of all parameters, and other leaves, that the calls of a step have noted."""
+    noted = {id(p): p for call in step.calls for ref in call.parameters if (p := ref()) is not None}
+    return sum(map(local_bytes, noted.values()))
+
+
 def gathered_bytes(step: Step) -> tuple[int, int]:
     """The bytes of parameters that have memory for a part of the step only, as with FSDP2: of the largest call, and of
     the first. With the buffer beside them.

@@ -101,6 +101,7 @@ class Call:
         freed_bytes: those of `returned` that nothing held any more when its backward began, less what was held by then
             of other calls whose backward had begun. None before that.
         inputs: the memory of other tensors with a gradient that it reads.
+        keeps_inputs: the program still held some of these when its backward began, and its version counts them as gone.
         is_chained: calls of the same graph returned all these, and it reads no further leaf that is no parameter. FSDP2
             hands them on as other tensors.
     """
@@ -115,6 +116,7 @@ class Call:
     returned: Sequence[tuple[StorageWeakRef, int]] = ()
     freed_bytes: int | None = None
     is_chained: bool = False
+    keeps_inputs: bool = False
 
 
 @dataclass(eq=False)

@@ -308,12 +308,15 @@ def _begins(
 def node_behind(outputs: Any) -> Any:
     """The autograd node of the compiled graph behind a tensor in `outputs`, or behind its view's base; None without.
 
+    A result may be a buffer that AOTAutograd has copied the graph's output into: the source is the last of a copy's
+    inputs.
+
     AOTAutograd makes a class for each graph, which alone has an `_aot_id` (2.11 to 2.15).
     """
     for x in pytree.tree_leaves(outputs):
         node = x.grad_fn if isinstance(x, torch.Tensor) else None
         while node is not None and not hasattr(getattr(node, "_forward_cls", None), "_aot_id"):
-            node = node.next_functions[0][0] if node.next_functions else None
+            node = node.next_functions[-1][0] if node.next_functions else None
         if node is not None:
             return node
     return None

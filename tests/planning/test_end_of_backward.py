@@ -49,6 +49,24 @@ def test_each_block_has_run_before_the_next_begins_and_the_last_at_the_end(call,
     assert seen[-1] == ("ran", "a") and x.grad is not None
 
 
+@pytest.mark.parametrize("returned", ["a buffer", "its input"])
+def test_a_block_that_returns_what_it_wrote_to_is_told_of_its_own_backward(returned, seen):
+    """AOTAutograd copies the graph's result there, so the block is behind the copy's source."""
+    buffer, x = torch.zeros(4), torch.randn(4, requires_grad=True)
+
+    def written(x, into):
+        return into.copy_(x.sin().exp())
+
+    torch._dynamo.reset()
+    compiled = torch.compile(written, backend="aot_hooks", options=ATEN)
+    before = torch.compile(torch.sin, backend="aot_hooks", options=ATEN)(x)
+    assert at_end_of_backward(before, functools.partial(seen.append, "before"))
+    y = compiled(before.clone(), buffer if returned == "a buffer" else before)
+    assert at_end_of_backward(y, functools.partial(seen.append, "written"))
+    y.sum().backward()
+    assert seen == ["written", "before"] and x.grad is not None
+
+
 def test_all_that_wait_for_one_block_are_told_after_it(call, seen):
     x = torch.randn(4, requires_grad=True)
     y = call(x, "a")

@@ -113,6 +113,36 @@ def test_what_a_call_returned_counts_in_its_backward_if_the_program_holds_it(x, 
     assert most - plan.peak_bytes == 8, "the loss and its gradient, which no graph has made"
 
 
+class Written(Block):
+    """It returns a buffer that it has written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("result", torch.zeros(ROWS, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.result.copy_(super().forward(x))
+
+
+def test_blocks_that_return_a_buffer_are_planned(x, compiled_kinds, tmp_path):
+    model = model_of(*[Written] * 6)
+    expected, peak = gradients(model_of(*[Block] * 6), x), peak_of(model_of(*[Block] * 6), x, 0.5)
+
+    def step() -> None:
+        for block in model:
+            block.result.detach_()
+        loss_of(model, x).backward()
+
+    compile_blocks(model, budget(peak, max_error=0))
+    for _ in range(4):
+        assert_equal(train(model, x, step), expected)
+    assert compiled_kinds[-1] == "planned"
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    (plan,) = aot_hooks.last_plans(model)
+    assert most_allocated(step, tmp_path) <= plan.peak_bytes <= peak
+
+
 def test_logits_that_the_program_keeps_count_in_all_backwards(tmp_path):
     """As in `out = model(x)`, `out.loss.backward()`. The gradients of wide blocks put the peak at the end."""
 

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 
 import many_blocks
 import pytest
 import torch
-from many_blocks import ROWS, WIDTH, Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
+from many_blocks import (
+    ROWS,
+    WIDTH,
+    Block,
+    Other,
+    assert_equal,
+    compile_blocks,
+    gradients,
+    loss_of,
+    measured,
+    model_of,
+    peak_of,
+    train,
+)
+from profiled import most_allocated
 from small_budgets import budget
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
+from aot_hooks.errors import BudgetError, BudgetWarning, UnusedWarning, unwrapped
 from aot_hooks.planning import many
 from aot_hooks.steps import recorder
 from aot_hooks.torch_private import dynamo
@@ -35,6 +50,21 @@ def checkpointed(model: nn.Sequential, x: torch.Tensor, every: Callable[[int], b
     for i, block in enumerate(model):
         y = checkpoint(block, y, use_reentrant=reentrant) if every(i) else block(y)
     y.sin().sum().backward()
+
+
+def test_a_budget_says_once_for_each_function_that_what_is_checkpointed_does_not_count(x):
+    model = model_of(Block, Other, Block, Block, Other)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 5.0), max_error=0))
+    with pytest.warns(UnusedWarning, match="torch.utils.checkpoint calls") as caught:
+        for _ in range(3):
+            found = train(model, x, lambda: checkpointed(model, x, lambda i: i > 1, reentrant=False))
+            assert_equal(found, expected)
+    names = [f"forward (many_blocks.py:{kind.forward.__code__.co_firstlineno})" for kind in (Block, Other)]
+    says = [str(w.message) for w in caught]
+    assert [name in text and "on top of the budget" in text for name, text in zip(names, says, strict=True)] == [
+        True
+    ] * 2
 
 
 @pytest.mark.core
@@ -140,16 +170,25 @@ def test_evaluation_with_gradients_has_no_step_without_an_end(x, monkeypatch):
 
 
 @pytest.mark.core
-def test_a_backward_that_keeps_its_graph_is_said_once(x):
-    model = model_of(*[Block] * 4)
-    compile_blocks(model, budget(peak_of(model, x, 0.6), max_error=0))
-    with pytest.warns(BudgetWarning, match="retain_graph=True keeps") as caught:
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.8, 1.0])  # at 0.8 and 1.0 gradients alone exceed it
+def test_a_backward_that_keeps_its_graph_is_said_once(x, share, tmp_path):
+    model = model_of(*[Block] * 6)
+    peak = peak_of(model, x, share)
+
+    def step() -> None:
+        out = loss_of(model, x)
+        out.backward(retain_graph=True)
+        out.backward()
+
+    compile_blocks(model, budget(peak, max_error=0))
+    with pytest.warns(BudgetWarning, match=r"retain_graph=True keeps .* may take [\d.]+ MiB") as caught:
         for _ in range(4):
-            out = model(x).sum()
-            out.backward(retain_graph=True)
-            out.backward()
-            del out
-    assert len([w for w in caught if "retain_graph" in str(w.message)]) == 1
+            train(model, x, step)
+    (said,) = (str(w.message) for w in caught if "retain_graph" in str(w.message))
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    most = float(re.search(r"may take ([\d.]+) MiB", said)[1]) * 2**20
+    assert peak < most_allocated(step, tmp_path) <= 1.05 * most
 
 
 def test_a_step_is_planned_once_no_other_thread_compiles_its_functions(x, compiled_kinds, monkeypatch, tmp_path):

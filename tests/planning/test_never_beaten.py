@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from aot_hooks.planning import candidates, trials
 from aot_hooks.planning.assignment import Assignment
 from aot_hooks.planning.budget import ALLOWED
 from aot_hooks.planning.search import Found
-from aot_hooks.planning.step import Option, Step, Value
+from aot_hooks.planning.step import Moment, Option, Step, Value
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 SLOWER = 1.005  # times the time of the way
@@ -206,3 +207,15 @@ def test_only_ways_that_may_be_better_are_tried():
     assert [way.name for way in candidates.promising(partly, found, 100, 30)] == ["float8()", "int4()"]
     kept = [candidates.Way("", aot_hooks.lossless())]
     assert not [*candidates.promising(partly, kept, 150, 30)]
+
+
+def test_what_the_link_cannot_send_in_the_forward_stays_on_the_device():
+    options = (Option("offload()", link_bytes=1000),)
+    value = Value(("a",), 1000, gone=1, first=3, options=options, last=3)
+    step = Step((1100, 2000, 2000, 1100), (value,), (5.0,) * 4, 2, to_host=50_000.0)  # 50 bytes a ms
+    sent = [candidates.Way("", None, sends=True)]
+    # 20 ms, of which the backward takes 10: 500 bytes and a tenth are sent, of 900 at least
+    assert [*candidates.promising(step, sent, 1283, 20.1)] == sent
+    assert not [*candidates.promising(step, sent, 1275, 20.1)]
+    beside = replace(step, moments=(Moment("forward", 0, 1), Moment("backward")))  # copies hide in the whole step
+    assert [*candidates.promising(beside, sent, 1275, 20.1)] == sent
