@@ -32,6 +32,8 @@ class Version:
         is_tight: it is such a version.
         ms: the predicted time of a call, in milliseconds.
         drops_others: its bytes count outputs beside the loss as dropped before the backward.
+        sizes: the symbolic sizes that its forward saves for its backward, in order.
+        has_hooks: it is not as without the budget.
     """
 
     graph: Any
@@ -43,6 +45,8 @@ class Version:
     is_tight: bool = False
     ms: float = 0.0
     drops_others: bool = False
+    sizes: tuple[str, ...] = ()
+    has_hooks: bool = True
 
     def for_next_call(self, step: Step) -> Version:
         """The version for the next call in `step`: the tight one, until all planned tight calls hold saved tensors.
