@@ -19,7 +19,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import GraphModule, Node
+
+from cudagraph.placeholder import results_of
 
 from . import unused
 from .cache.key import PACKAGE_DIGEST, nodes_of
@@ -58,7 +61,7 @@ from .planning.trials import Planned
 from .settings.names import carry_names, name_given
 from .settings.setting import Setting, SettingsOfGraph
 from .torch_private import aot, inductor
-from .torch_private.values import pytree
+from .torch_private.values import expression, pytree
 
 _Pair = tuple[GraphModule, GraphModule]  # forward and backward
 
@@ -285,7 +288,9 @@ class _Partitioning:
         return plan
 
     def _finished(self, fw: GraphModule, bw: GraphModule, plan: Plan) -> _Pair:
-        self.asked.plans.append(plan)
+        saved = [n.meta.get("val") for n in results_of(fw.graph)[self.num_fwd_outputs :] if isinstance(n, Node)]
+        sizes = tuple(expression(value) for value in saved if isinstance(value, torch.SymInt))
+        self.asked.plans.append(dataclasses.replace(plan, sizes=sizes))
         if self.asked.at_run_time and plan.transfers:
             decide_at_run_time(fw, bw, self.num_fwd_outputs)
         return finished(fw, bw)

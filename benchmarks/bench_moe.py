@@ -5,7 +5,7 @@
     bytes of the standard library ---> 300 steps of the same weights and batches ---> stock and hooks: losses, loads
                                        weights of stock at some steps           ---> gradients of routers, hooks / stock
 
-`for routers`: int8 in place of float8, at no more bytes, for what the gradient of a router is computed from.
+`for routers`: int8 in place of float8 for what the gradient of a router is computed from.
 
 Each layer normalizes the scores of the chosen experts, and the loss has the load-balancing and the z-loss
 (Fedus et al. 2022, Zoph et al. 2022). Experts are dropless: `grouped_mm` over tokens sorted by expert.
@@ -33,9 +33,8 @@ WIDTH, HEADS, LAYERS, EXPERTS, CHOSEN, HIDDEN = 64, 4, 2, 8, 2, 64
 BATCH, TOKENS, STEPS = 8, 64, 300
 BALANCE, Z = 0.01, 0.001  # shares of the two router losses
 FOR_ROUTERS = policies.first_match(
-    policies.only_these_modules({"**.norm2": aot_hooks.int8()}),  # the input of a router
-    # the hidden rows of experts, of which the gradients of scores are made, and the sums that norms read
-    policies.only_these_ops({"aten.mul": aot_hooks.int8(), "aten.add": aot_hooks.int8()}),
+    # results of norms, as the input of a router; results and hidden rows of experts; the sums that norms read
+    policies.only_these_ops(dict.fromkeys(("aten.mul", "aten._grouped_mm", "aten.add"), aot_hooks.int8())),
     aot_hooks.float8(),
 )
 HOOKS = {

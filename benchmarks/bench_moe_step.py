@@ -9,6 +9,10 @@ scores is set so that one expert gets four times its share.
 
 ms is the fastest of the steps, `median_ms` their median, `ratio` to stock's with the same routing. Bytes are over what
 is allocated before the step: parameters and gradients. `peaks_gib` are those of steps whose routing differs.
+
+Of a captured step, `saved_gib` is what the recording has allocated between forward and backward. `used_share` is that
+beside what the same blocks save uncaptured. `pool_gib` is the most that the recording has allocated. `peak_gib` is what
+the device lacks afterwards: also the gradients, and what the allocator has reserved and can't use.
 """
 
 from __future__ import annotations
@@ -25,7 +29,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bench_moe import FOR_ROUTERS
-from measure import GIB, conditions, first_line, format_columns, free, measure_bytes, parser_of, synchronize, write
+from measure import (
+    GIB,
+    StepBytes,
+    conditions,
+    first_line,
+    format_columns,
+    free,
+    measure_bytes,
+    parser_of,
+    synchronize,
+    write,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +49,7 @@ import cudagraph
 
 BALANCE, Z = 0.01, 0.001  # shares of the two router losses
 SKEW = 4  # times its share, that the first expert gets
-WARM_UP, STEPS = 14, 9
+WARM_UP = 14
 SEND = functools.partial(aot_hooks.offload, then=aot_hooks.float8(), across_graphs=True)
 AGAIN = " again"  # end of the names of rows with options["recompute_pointwise"]
 HOOKS = {
@@ -183,6 +198,35 @@ def reserved_bytes(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device)
 
 
+class Recorded:
+    """Bytes of the last call of a step that ran its Python code, which was its capture.
+
+    They are attributes of a class: `whole_step` compares those of objects, and would take them for state of the step.
+    """
+
+    saved_bytes = most_bytes = 0
+
+    @staticmethod
+    def of(forward: Callable[[], Tensor]) -> Tensor:
+        """The loss of a step that runs `forward`, and backward."""
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = forward()
+        Recorded.saved_bytes = torch.cuda.memory_allocated() - before
+        loss.backward()
+        Recorded.most_bytes = torch.cuda.max_memory_allocated() - before
+        return loss.detach()
+
+
+def kernels(step: Callable[[], Any]) -> dict[str, list[float]]:
+    """The kernels of a step on CUDA, longest first: how many there are of a name, and their milliseconds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        step()
+        torch.cuda.synchronize()
+    rows = {row.key[:100]: [row.count, row.self_device_time_total / 1e3] for row in profile.key_averages()}
+    return dict(sorted(rows.items(), key=lambda row: -row[1][1])[:60])
+
+
 def replayed_errors(row: str, model: Model, x: Tensor, call: Callable[[], Tensor], inner: str) -> list[float]:
     """The relative errors of all gradients in replays with other routings, the last with all tokens at few experts.
 
@@ -212,20 +256,22 @@ def replayed_errors(row: str, model: Model, x: Tensor, call: Callable[[], Tensor
     return errors
 
 
-def measured(row: str, first: Model, x: Tensor, routings: int, inner: str, peaks: dict[str, int]) -> dict[str, Any]:
-    """A row of one routing, that of `first`; with the peaks of `routings` others."""
+def measured(row: str, first: Model, x: Tensor, said: Any, known: dict[str, StepBytes]) -> dict[str, Any]:
+    """A row of one routing, that of `first`, with what was `said` on the command line. Adds its bytes to `known`."""
     budget_bytes = 0
     if row in BUDGETS:
         of, share = BUDGETS[row]
-        budget_bytes = int(share * peaks[of])
+        budget_bytes = int(share * known[of].peak)
     device = x.device
     model = copy.deepcopy(first)
-    run = prepared(row, model, inner, budget_bytes)
+    run = prepared(row, model, said.inner, budget_bytes)
 
     def forward() -> Tensor:
         return run(x)
 
     def step() -> Tensor:
+        if row in CAPTURED and x.is_cuda:
+            return Recorded.of(forward)
         loss = run(x)
         loss.backward()
         return loss.detach()
@@ -233,7 +279,7 @@ def measured(row: str, first: Model, x: Tensor, routings: int, inner: str, peaks
     call = cudagraph.whole_step(step) if row in CAPTURED else step
     before_gib = reserved_bytes(device) / GIB
     times: list[float] = []
-    for n in range(WARM_UP + STEPS):
+    for n in range(WARM_UP + said.steps):
         synchronize(device)
         began = time.perf_counter()
         loss = call()
@@ -245,17 +291,22 @@ def measured(row: str, first: Model, x: Tensor, routings: int, inner: str, peaks
     found: dict[str, Any] = {"row": row, "ms": min(times), "median_ms": statistics.median(times)}
     found |= {"loss": float(loss), "first_step_s": first_s}
     if row in CAPTURED:
+        found |= {"saved_gib": Recorded.saved_bytes / GIB, "pool_gib": Recorded.most_bytes / GIB}
+        if CAPTURED[row] in known:
+            found["used_share"] = Recorded.saved_bytes / known[CAPTURED[row]].after_forward
         found |= {"refused": call.refused, "peak_gib": reserved_bytes(device) / GIB - before_gib}
-        return found | {"errors": replayed_errors(row, model, x, call, inner)}
+        return found | {"errors": replayed_errors(row, model, x, call, said.inner)}
+    if said.kernels and x.is_cuda:
+        found["kernels"] = kernels(step)
     nbytes, _ = measure_bytes(forward, torch.Tensor.backward, device)
     plans = aot_hooks.last_plans(model) if row in HOOKS or row in BUDGETS else []
     found |= {"saved_gib": nbytes.after_forward / GIB, "peak_gib": nbytes.peak / GIB}
     found |= {"budget_gib": budget_bytes / GIB or None}
     found["predicted_gib"] = max((plan.peak_bytes for plan in plans), default=0) / GIB or None
-    peaks[row] = nbytes.peak
+    known[row] = nbytes
     generator = torch.Generator().manual_seed(2)
     own: list[float] = []
-    for _ in range(routings if row in BUDGETS else 0):
+    for _ in range(said.routings if row in BUDGETS else 0):
         spread = float(torch.rand((), generator=generator)) / 64
         model.route(lambda n, spread=spread: spread * torch.randn(n, generator=generator))
         own.append(measure_bytes(forward, torch.Tensor.backward, device)[0].peak / GIB)
@@ -263,9 +314,10 @@ def measured(row: str, first: Model, x: Tensor, routings: int, inner: str, peaks
 
 
 def main() -> None:
-    parser = parser_of(__doc__, small="sizes for a CPU")
+    parser = parser_of(__doc__, small="sizes for a CPU", steps=9)
     parser.add_argument("--rows", default=",".join(ROWS), help=", ".join(ROWS))
     parser.add_argument("--routings", type=int, default=50, help="others whose peaks are measured under a budget")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of a step")
     parser.add_argument("--routing", default="uniform,skewed")
     parser.add_argument("--layers", type=int, default=Sizes.layers)
     parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
@@ -283,11 +335,11 @@ def main() -> None:
         if routing == "skewed":
             skewed(first, x)
         loads = torch.stack([block.experts.load for block in first.blocks]).float()
-        peaks: dict[str, int] = {}
+        known: dict[str, StepBytes] = {}
         stock_ms = 0.0
         for row in said.rows.split(","):
             try:
-                found = measured(row, first, x, said.routings, said.inner, peaks)
+                found = measured(row, first, x, said, known)
                 stock_ms = found["ms"] if row == "stock" else stock_ms
                 found["ratio"] = found["ms"] / stock_ms if stock_ms else None
             except (RuntimeError, ValueError, KeyError) as error:

@@ -122,6 +122,7 @@ class Plan:
         chunked: for each last layer, how it is computed in chunks of tokens, or why not; see passes/chunk.py.
         tiled: for each part of a layer that treats tokens alike, how it is computed in tiles, or why not; see
             passes/tile.py.
+        sizes: the symbolic sizes that cross to the backward, in order.
     """
 
     decisions: tuple[Decision, ...]
@@ -136,6 +137,7 @@ class Plan:
     recipe: Any = field(default=None, compare=False, repr=False)
     chunked: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     tiled: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    sizes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> int:

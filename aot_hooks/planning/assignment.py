@@ -60,6 +60,7 @@ class Assignment(Budget):
         least: the graph shall hold the least that it can: other calls hold saved tensors, nobody knows yet how many.
         lenient: if nothing stays under the peak, the least is taken, with a warning: a step was planned before, or has
             gathered parameters, or a loss outside of graphs. Their bytes are an estimate.
+        tentative: sizes of data were not measured yet. Another plan follows, so that nothing warns of this one.
         recipe: the plan to make again, in place of a search; None: search for one.
         around: of `check_gradients`: makes of each lossy hook of the plan the one that is put into the graphs.
     """
@@ -73,6 +74,7 @@ class Assignment(Budget):
     wholes: tuple[Whole, ...] = ()
     least: bool = False
     lenient: bool = False
+    tentative: bool = False
     recipe: Recipe | None = None
     around: Callable[[Hook], Hook] | None = None
 

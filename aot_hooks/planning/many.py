@@ -29,6 +29,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ from .in_step import bytes_of, own_bytes
 from .measured import StepCheck, StepTime, counters_of, step_check
 from .recipe import Recipe
 from .simulated import Whole, whole_of
+from .sizes import DataSizes
 from .versions import Mode, Version, freed_inputs, held_bytes
 
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
@@ -86,6 +88,7 @@ class Graph:
         grown: how many graphs for smaller sizes were before it.
         frees_inputs: nothing else holds what passes from one of its calls to the next, see steps/parameters.py.
         keeps_inputs: a planned step has shown that something does, until the backward.
+        data: its sizes that only the data give; None if there are none.
         digest: of its content, but for the number of its device: the same on all ranks of a host.
         program: the digest of what its plans depend on, see stored.py; "" if nobody asked for it.
         recipe, tight_recipe: loaded plans of its versions, to be made in place of a search.
@@ -109,6 +112,7 @@ class Graph:
     grown: int = 0
     frees_inputs: bool = False
     keeps_inputs: bool = False
+    data: DataSizes | None = None
     digest: str = ""
     program: str = ""
     recipe: Recipe | None = None
@@ -116,6 +120,10 @@ class Graph:
     codes: list[weakref.ref[types.CodeType]] = field(default_factory=list)
     listed: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
     stale: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
+
+    def data_sizes(self) -> Mapping[str, int]:
+        """What sizes are planned as that only the data give."""
+        return {} if self.data is None else self.data.planned
 
     def share_of(self, sizes: Products) -> float:
         """A lower bound of the bytes of a call at `sizes`, as a share of its bytes at `self.sizes`."""
@@ -126,7 +134,12 @@ class Graph:
         with _lock:
             part = self.share_of(sizes)
             less = int((1 - part) * (given.peak_bytes or 0))
-            given = replace(given, over=given.over + less, lenient=self.grown > 0)
+            tentative, outgrown = (
+                self.data is not None and not self.data.most,
+                self.data is not None and self.data.grown,
+            )
+            lenient = bool(self.grown or outgrown or tentative)
+            given = replace(given, over=given.over + less, lenient=lenient, tentative=tentative)
             self.group.recorder.release_dropped()
             step = self.group.step  # the peak may be below 0, after a step took far more than predicted
             if self.mode is Mode.ALONE and step.holding and held_bytes(step) > _SMALL * self.group.peak_bytes:
@@ -222,6 +235,9 @@ class Graph:
             drops_others = any(plan.recipe is not None and plan.recipe.drops_others for plan in found)
             freed = sum(map(freed_inputs, found)) if self.frees_inputs else 0
             version = Version(self, mode, nbytes, ms=ms, drops_others=drops_others, freed_inputs=freed)
+            if len(found) == 1:
+                version.sizes = found[0].sizes
+                version.has_hooks = found[0].packed_bytes < found[0].saved_bytes
             self.group.compiled(plans)
             if mode is Mode.PLANNED:
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
@@ -312,6 +328,7 @@ class Group:
         why: why graphs were compiled again last, for the log.
         incomplete: how many steps in a row had calls without a backward.
         counted: whether `least` is planned for the number of calls in `traces`, not for an unknown number.
+        data: the sizes of graphs that only the data give, by the digests of the graphs.
         time: how long a step takes over its prediction, and how fast its link is.
         restored: graphs of loaded plans that were not compiled yet, by their programs.
     """
@@ -338,11 +355,13 @@ class Group:
     why: str = ""
     incomplete: int = 0
     counted: bool = False
+    data: dict[str, DataSizes] = field(default_factory=dict)
     time: StepTime = field(default_factory=StepTime)
     restored: dict[str, Graph] = field(default_factory=dict)
     busy: int = 0
     warned_bytes: int = 0
     warned_of_retained: bool = False
+    warned_of_data: bool = False
     local: _OfThread = field(default_factory=_OfThread)
 
     @property
@@ -397,10 +416,12 @@ class Group:
         return self.eager_bytes if self.gathered_bytes else 0
 
     def on_forward_end(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
-        if autograd.node_behind(outputs) is None:
+        if (node := autograd.node_behind(outputs)) is None:
             return
         recorder, step = self.recorder, self.step
         with _lock:
+            if version.graph.data is not None:
+                version.graph.data.note(version.sizes, node.symints)
             if self.accumulates and not step.events:
                 step.notes_parameters |= any(x.is_leaf and x.grad is None for x in _with_gradient(args))
             noted = (args, pytree.tree_leaves(outputs)) if step.notes_parameters else ((), ())
@@ -465,6 +486,9 @@ class Group:
         """Plan for `step`, if it is not one that fits."""
         self.ended += 1
         self.time.ends()
+        if self.follows_data(step):
+            self.notes_parameters = self.needs_plan = True
+            return
         gathered, gathered_first = gathered_bytes(step)
         self.gathered_bytes = max(self.gathered_bytes, gathered_first)
         trace, gradients = step.trace(), gradient_bytes(step, made_before=self.budget.asks_device)
@@ -496,6 +520,33 @@ class Group:
                 self.loss_bytes = step.loss_bytes
             beside: Any = gradients, gathered, freed, self.loss_bytes
             self.plan_or_accept(step, trace, lambda key: instants_of(trace, key, *beside))
+
+    def follows_data(self, step: Step) -> bool:
+        """Whether graphs of `step` are compiled again for the sizes that the data gave them."""
+        versions = dict.fromkeys(call.what for call in step.calls)
+        with_hooks = {version.graph for version in versions if version.has_hooks}
+        due: list[Graph] = []
+        grown = 0
+        for graph in dict.fromkeys(version.graph for version in versions):
+            if graph.data is not None and graph.data.is_due() and graph in with_hooks:
+                due, grown = [*due, graph], grown + graph.data.grown
+        if grown:
+            self.warn_of_data()
+        for graph in due:
+            self.why = f"step {self.ended} has shown the sizes that only the data give"
+            graph.compile_again(graph.mode)
+        return bool(due)
+
+    def warn_of_data(self) -> None:
+        if not self.warned_of_data:
+            self.warned_of_data = True
+            warn_user(
+                f"aot_hooks: {self.budget!r}: in step {self.ended} the data gave sizes, as of the tokens of an expert, "
+                "that are larger than planned: more than those of the first steps by a quarter. It may have taken more "
+                "than the budget. Plans are made for larger sizes from now on. Leave room for such steps, or take "
+                "grouped_mm, whose sizes don't depend on the data",
+                BudgetWarning,
+            )
 
     def plan_or_accept(self, step: Step, trace: Trace, instants: Callable[..., list[Instant]]) -> None:
         """Accept a `step` that fits, or that no plan can make smaller; else have its graphs compiled again.
@@ -640,12 +691,17 @@ def group_of(rule: Assignment) -> Group | None:
 
 
 def graph_of(
-    rule: Assignment, gm: GraphModule, inputs: Sequence[Any], sizes: Products, program: str = ""
+    rule: Assignment,
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    sizes: Products,
+    program: str = "",
+    of_data: Mapping[str, int] = MappingProxyType({}),
 ) -> Graph | None:
     """The graph `gm` under the budget `rule`; None if its peak is not in bytes.
 
-    Equal graphs are one, but for those with symbolic `sizes` that are too large for its plans. The first one of a
-    `program` that has a loaded plan is the graph of that plan.
+    Equal graphs are one, but for those with symbolic `sizes` that are too large for its plans, and for those that are
+    planned for other sizes `of_data`. The first one of a `program` that has a loaded plan is the graph of that plan.
     """
     if (group := group_of(rule)) is None:
         return None
@@ -657,6 +713,10 @@ def graph_of(
     content = (canonical(gm), inputs_like, training, torch.is_grad_enabled())
     digest = _digest(repr(content))
     with _lock:
+        data = group.data.setdefault(digest, DataSizes(of_data, of_data)) if of_data else None
+        if data is not None:
+            data.plan()
+            digest = _digest(repr((content, data.planned)))
         group.on_cuda |= any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
         restored = None if digest in group.graphs else group.restored.get(program)
         if restored is not None and all(n <= restored.sizes.get(k, 0) for k, n in sizes.items()):
@@ -666,6 +726,7 @@ def graph_of(
             headroom, grown = _HEADROOM if graph.grown else 1, graph.grown + 1
             graph = Graph(group, sizes={k: int(headroom * n) for k, n in sizes.items()}, grown=grown)
             group.graphs[digest] = graph
+        graph.data = data
         graph.digest, graph.program = _digest(_DEVICE_NUMBER.sub("cuda", repr(content))), program
         return graph
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from ..passes.plan import Plan
 from ..settings.setting import Setting
 from ..torch_private import aot
+from ..torch_private.values import examples
 from . import many, measured, progress, stored
 from .assignment import Assignment
 from .sizes import NO_SIZES, Sizes, guarded
@@ -78,6 +79,7 @@ class Planner:
         self._setting = asked
         self._tight_run: _Compiled | None = None
         self._version: Version | None = None
+        self._data: Mapping[str, int] = {}  # what sizes are planned as that only the data give
         self._begun_s = time.perf_counter()
         self._why_not_loaded = ""  # "" if a plan was loaded, or none for any graph
         if asked is not None and isinstance(asked.rule, Assignment):
@@ -88,8 +90,9 @@ class Planner:
             if loaded is not None:
                 stored.restore(rule, loaded)
             digest = "" if program is None else program.digest
-            self._graph = many.graph_of(rule, gm, inputs, self.sizes.hints(), digest)
+            self._graph = many.graph_of(rule, gm, inputs, self.sizes.hints(), digest, self.sizes.of_data)
             given = rule if self._graph is None else self._graph.rule(rule, self.sizes.hints())
+            self._data = self._graph.data_sizes() if self._graph is not None else {}
             recipe = self._graph.recipe if self._graph is not None else loaded and loaded.saved.recipe
             if recipe is None and rule is asked.rule and (self._graph is None or not self._graph.codes):
                 self._why_not_loaded = _LATE if loaded is not None else why_not_loaded()
@@ -106,7 +109,7 @@ class Planner:
 
     def key(self) -> dict[str, Any]:
         """What cache keys contain beside the setting: a plan is for the sizes that it was made at."""
-        return {"sizes": [*self.sizes.hints().values()]} if self.has_budget else {}
+        return {"sizes": [*self.sizes.hints().values(), *self._data.items()]} if self.has_budget else {}
 
     def compile(
         self, gm: GraphModule, plans: list[Plan], compile_with: Callable[[GraphModule, Any, list[Plan]], _Compiled]
@@ -118,7 +121,7 @@ class Planner:
         setting: Any = self._setting
         if self._budget is None:
             return compile_with(gm, setting, plans)
-        with progress.shown(repr(self._budget)):
+        with progress.shown(repr(self._budget)), examples(self._data):
             return self._compile(gm, setting, plans, compile_with)
 
     def _compile(

@@ -2,7 +2,7 @@
 
 compiled at 12 rows     fits under the peak up to 15 rows: a guard of the compiled graph
 called with 20          misses the guard: compiled for 20, as another graph of the step, see `many.graph_of`
-sizes nobody knows      as those of `nonzero` count nothing, with a warning
+sizes of data           those of `nonzero`: first their bounds, then what the first steps had, see `DataSizes`
 
 Bytes are taken to grow as fast as the product of symbolic sizes in the shape of some tensor that grows fastest: for
 attention without a fused kernel that is batch * length * length.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ from torch.fx import GraphModule
 from ..errors import BudgetWarning, warn_user
 from ..passes.plan import Plan
 from ..torch_private import dynamo
-from ..torch_private.values import hint, pytree, symbols_of, upper_bound
+from ..torch_private.values import bounds_of_data, hint, pytree, symbols_of, upper_bound
 from .assignment import UNSEEN
 from .versions import Mode, Version
 
 MOST_GROWN = 4  # times that a graph is planned for larger sizes
+_MEASURED = 3  # steps, before plans are made for the sizes that the data have had
+_MARGIN = 1.25  # times these
 _MIB = 1 << 20
 Product = tuple[tuple[int, int], ...]  # of inputs' places and exponents
 
@@ -39,13 +41,14 @@ class Sizes:
         numbers: the symbolic sizes among its inputs, by the position of the input.
         products: products of sizes that bytes of tensors are multiples of: input positions with exponents.
         bounded: some of `numbers` had an upper bound before it was compiled. Inductor adds bounds, which don't count.
-        unknown: some sizes of tensors are no function of `numbers`, as those of `nonzero`, or of `mark_unbacked`.
+        of_data: the symbols of sizes that only the data give, as those of `nonzero`, or that `mark_unbacked` has, each
+            with the most that it can be; 0 if torch knows no bound.
     """
 
     numbers: Mapping[int, torch.SymInt]
     products: tuple[Product, ...]
     bounded: bool
-    unknown: bool
+    of_data: Mapping[str, int]
 
     @staticmethod
     def of(gm: GraphModule) -> Sizes:
@@ -54,16 +57,16 @@ class Sizes:
         inputs = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
         places = {symbol: i for i, n in enumerate(inputs) if hint(n) for symbol in symbols_of(n)}
         found: set[Product] = set()
-        unknown = False
+        of_data: dict[str, int] = {}
         for x in pytree.tree_leaves(values):
             if isinstance(x, torch.Tensor):
                 symbols = [symbol for n in x.shape for symbol in symbols_of(n)]
-                unknown = unknown or any(symbol not in places for symbol in symbols)
+                of_data |= {str(symbol): most for n in x.shape for symbol, most in bounds_of_data(n).items()}
                 found.add(tuple(sorted(Counter(places[symbol] for symbol in symbols if symbol in places).items())))
         used = {i for product in found for i, _ in product}
         numbers = {i: n for i, n in enumerate(inputs) if i in used}
         bounded = any(upper_bound(n) is not None for n in numbers.values())
-        return Sizes(numbers, tuple(sorted(found - {()})), bounded, unknown)
+        return Sizes(numbers, tuple(sorted(found - {()})), bounded, {n: of_data[n] for n in sorted(of_data)})
 
     def hints(self) -> dict[Product, int]:
         """The products at the sizes that the graph is compiled for."""
@@ -71,7 +74,50 @@ class Sizes:
         return {product: value_of(product, hints) for product in self.products}
 
 
-NO_SIZES = Sizes({}, (), bounded=False, unknown=False)
+NO_SIZES = Sizes({}, (), bounded=False, of_data={})
+
+
+@dataclass(eq=False)
+class DataSizes:
+    """The sizes of a graph that only the data give, as how many tokens an expert gets, by their symbols.
+
+    first plan    the most that each can be: of `nonzero(x)` the elements of x. It holds for all data
+    first steps   the most that each has been in a call
+    then          that with a margin, at most the bound: the graph is compiled again, unless it has no hooks
+    larger ones   likewise, a few times
+
+    Attributes:
+        bounds: see `Sizes.of_data`.
+        planned: what plans are made for.
+        most: the most that was measured; {} before the first step.
+        steps: how many were measured.
+        grown: how many plans were outgrown.
+    """
+
+    bounds: Mapping[str, int]
+    planned: Mapping[str, int]
+    most: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    grown: int = 0
+
+    def note(self, symbols: Sequence[str], values: Sequence[Any]) -> None:
+        """Note the sizes of a call, which its forward has saved for its backward."""
+        for symbol, value in zip(symbols, values, strict=False):
+            if symbol in self.bounds:
+                self.most[symbol] = max(self.most.get(symbol, 0), int(value))
+
+    def plan(self) -> None:
+        """Plan for what was measured, if anything was."""
+        if self.most:
+            known = {symbol: math.ceil(_MARGIN * n) for symbol, n in self.most.items()}
+            self.planned = {s: min(known.get(s, most), most or known.get(s, 0)) for s, most in self.bounds.items()}
+
+    def is_due(self) -> bool:
+        """A step has ended: whether plans should be for other sizes from now on."""
+        self.steps += 1
+        over = any(n > self.planned[symbol] for symbol, n in self.most.items())
+        self.grown += over
+        return (over and self.grown <= MOST_GROWN) or self.steps == _MEASURED
 
 
 def value_of(product: Product, numbers: Any) -> Any:
@@ -87,11 +133,12 @@ def guarded(run: Callable[..., Any], version: Version, plans: Sequence[Plan], si
     graph = version.graph
     if version.mode is Mode.LEAST:  # the next one is planned
         return run
-    if sizes.unknown:
+    if graph.data is not None and not all(graph.data.planned.values()):
         warn_user(
             f"aot_hooks: {graph.group.budget!r}: a graph has sizes that nobody knows when it is compiled, as those of "
-            "mark_unbacked or of nonzero(). Tensors of such sizes count nothing in its plan, so a step may take more. "
-            "Leave room for them, or give these sizes an example value (mark_dynamic)",
+            "mark_unbacked, or of nonzero() of a tensor with symbolic sizes. Tensors of such sizes count nothing until "
+            "the first steps have shown them, so these may take more. Leave room for them, or give these sizes an "
+            "example value (mark_dynamic)",
             BudgetWarning,
         )
     if not sizes.products:

@@ -141,7 +141,8 @@ class Trials:
             return best or least
         rule: Any = self.joint.setting.rule
         if budget.lenient:
-            warn_of_least(rule, self.peak, least)
+            if not budget.tentative:
+                warn_of_least(rule, self.peak, least)
             return least
         error = BudgetError(infeasible(rule, self.step, limits.peak, least))
         error.least_bytes = least.peak

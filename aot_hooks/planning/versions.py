@@ -36,6 +36,8 @@ class Version:
         ms: the predicted time of a call, in milliseconds.
         freed_inputs: how many inputs of a call count as gone between its forward and its backward.
         drops_others: its bytes count outputs beside the loss as dropped before the backward.
+        sizes: the symbolic sizes that its forward saves for its backward, in order.
+        has_hooks: it is not as without the budget.
     """
 
     graph: Any
@@ -48,6 +50,8 @@ class Version:
     ms: float = 0.0
     freed_inputs: int = 0
     drops_others: bool = False
+    sizes: tuple[str, ...] = ()
+    has_hooks: bool = True
 
     def keeps_inputs(self, call: Call) -> bool:
         """Whether the program holds an input of `call`, whose backward begins, that counts as gone."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -139,13 +141,31 @@ def data_dependent_errors() -> tuple[type[BaseException], ...]:
 
 
 def hint(size: Any) -> int:
-    """The example value of a symbolic size, without a guard; 0 for one that has none (unbacked)."""
+    """The example value of a symbolic size, without a guard; 0 for one that has none (unbacked) and no `examples`."""
     if isinstance(size, int):
         return size
     try:
-        return int(size.node.hint or 0) if size.node.has_hint() else 0
+        if size.node.has_hint():
+            return int(size.node.hint or 0)
     except Exception:  # an unbacked size has no hint, and how it says so differs between 2.11 and 2.15
+        pass
+    if not (known := _examples.get()):
         return 0
+    found = size.node.expr.xreplace({s: known[s.name] for s in size.node.expr.free_symbols if s.name in known})
+    return int(found) if isinstance(found, int) or found.is_number else 0
+
+
+_examples: ContextVar[Mapping[str, int]] = ContextVar("values of the symbols of sizes", default=MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def examples(of_symbols: Mapping[str, int]) -> Iterator[None]:
+    """Meanwhile `hint` takes these values for symbols, by name, where torch has none: for sizes of data."""
+    token = _examples.set(of_symbols)
+    try:
+        yield
+    finally:
+        _examples.reset(token)
 
 
 def expression(size: Any) -> str:
@@ -191,6 +211,17 @@ def upper_bound(size: torch.SymInt) -> int | None:
     """The largest number that a symbolic size can be in any run of the graph, without a guard; None without a bound."""
     bound = size.node.shape_env.bound_sympy(size.node.expr).upper
     return int(bound) if bound.is_Integer else None
+
+
+def bounds_of_data(size: Any) -> dict[str, int]:
+    """The symbols in a size that have no example value (unbacked), each with its upper bound, 0 without one."""
+    if not isinstance(size, torch.SymInt):
+        return {}
+    known = {s.name: size.node.shape_env.bound_sympy(s).upper for s in cuda.data_dependent_sizes(size)}
+    return {name: int(bound) if bound.is_Integer and bound < _NO_BOUND else 0 for name, bound in known.items()}
+
+
+_NO_BOUND = 1 << 48  # torch gives a size of data that it knows nothing of the largest int, or one less
 
 
 def trace_structured(name: str, text: Callable[[], str]) -> None:

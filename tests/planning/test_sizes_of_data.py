@@ -1,0 +1,106 @@
+"""Budgets of graphs whose sizes only the data give: a loop over experts, whose tokens are counted on the device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import total_error
+from profiled import most_allocated
+from torch import Tensor
+
+import aot_hooks
+from aot_hooks import KEEP, budget
+from aot_hooks.errors import BudgetWarning
+from aot_hooks.planning.sizes import DataSizes
+
+TOKENS, WIDTH, HIDDEN, EXPERTS = 1024, 64, 128, 2
+SHARE = 0.8  # of the peak without hooks
+FEW, MORE = (0.0, 0.3, -0.3), 1.5  # added to the logits of the first expert
+
+
+@pytest.fixture(autouse=True)
+def sizes_of_data() -> Iterator[None]:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        yield
+
+
+def loss_of(x: Tensor, shift: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    h = F.rms_norm(x, (WIDTH,))
+    score, expert = (h @ router + shift).softmax(-1).topk(1)
+    out = x
+    for i in range(EXPERTS):
+        token, place = torch.where(expert == i)
+        y = F.silu(h[token] @ up[i]) @ down[i]
+        out = out.index_add(0, token, y * score[token, place, None])
+    return out.square().mean()
+
+
+class Run:
+    """The layer, compiled with a policy; its gradients, and the most that a step allocates."""
+
+    def __init__(self, policy: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = (TOKENS, WIDTH), (WIDTH, EXPERTS), (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
+        self.x, *self.weights = (torch.randn(s, generator=generator).div(s[-2] ** 0.5) for s in shapes)
+        for weight in self.weights:
+            weight.requires_grad_().grad = torch.zeros_like(weight)
+        self.fn = torch.compile(loss_of, backend="aot_hooks", options={"inner": "aten", "policy": policy})
+
+    def step(self, by: float) -> None:
+        self.fn(self.x, torch.tensor([by, 0.0]), *self.weights).backward()
+
+    def error(self, by: float) -> float:
+        """Of a step's gradients, beside eager mode in float64."""
+        shift = torch.tensor([by, 0.0])
+        found = torch.autograd.grad(self.fn(self.x, shift, *self.weights), self.weights)
+        weights = [weight.detach().double().requires_grad_() for weight in self.weights]
+        exact = torch.autograd.grad(loss_of(self.x.double(), shift, *weights), weights)
+        return total_error([g.double() for g in found], [*exact])
+
+
+@pytest.mark.slow
+def test_a_loop_over_experts_stays_within_its_budget(tmp_path: Path) -> None:
+    """First the plan is for all data, then for those of the first steps with a margin, then for more that came."""
+
+    def most(run: Run, by: float) -> int:
+        return most_allocated(lambda: run.step(by), tmp_path)
+
+    stock = Run(KEEP)
+    stock.step(0.0)
+    peak = int(SHARE * most(stock, 0.0))
+    run = Run(budget(peak))
+    ratios = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        run.step(FEW[0])
+        for by in FEW * 3:
+            assert most(run, by) <= peak
+            ratios.append(aot_hooks.last_plans(run.fn)[-1].step_ratio)
+    assert ratios[-1] < ratios[0], "a plan for what the data are takes less time than one for all data"
+    assert run.error(FEW[1]) <= 0.06
+    with pytest.warns(BudgetWarning, match="larger than planned"):
+        run.step(MORE)
+    run.step(MORE)
+    assert all(most(run, by) <= peak for by in (MORE, *FEW))
+    assert run.error(MORE) <= 0.06
+
+
+def test_sizes_are_planned_with_a_margin_and_never_beyond_their_bounds() -> None:
+    sizes = DataSizes({"u0": 100, "u1": 100, "u2": 0}, {"u0": 100, "u1": 100, "u2": 0})
+    assert not sizes.is_due()
+    for n in (30, 40, 20):
+        sizes.note(["u0", "u1", "u2", "s0"], [n, 90, 8, 7])
+    assert sizes.is_due(), "u2 has no bound, and was larger than the 0 that it was planned as"
+    sizes.plan()
+    assert sizes.planned == {"u0": 50, "u1": 100, "u2": 10}
+    assert sizes.is_due(), "the first steps are over"
+    sizes.note(["u0"], [50])
+    assert not sizes.is_due()
+    sizes.note(["u0"], [51])
+    assert sizes.is_due()
