@@ -140,7 +140,8 @@ def compiled_by_blocks(model: LlamaByBlocks, way: str, budget_bytes: int, settin
     options: dict[str, Any] = {"inner": setting.inner}
     stock: dict[str, Any] = {"backend": "inductor" if setting.inner == "inductor" else "aot_eager"}
     ours: dict[str, Any] = {"backend": "aot_hooks", "options": options}
-    *forms, hook = way.split("_") if way != "chunk" else ("chunk", "")
+    # a budget's name may end with another way's
+    *forms, hook = [""] if budget_bytes else way.split("_") if way != "chunk" else ("chunk", "")
     checkpointed = hook in ("checkpointing", "inputs")
     layer = last = stock
     if budget_bytes:
@@ -250,7 +251,8 @@ def serve(connection: Connection, way: str, budget_bytes: int, setting: Setting)
         if budget_bytes:
             row["budget_bytes"] = budget_bytes
         if plans := plans_of(step.planned, budget_bytes, setting):
-            row |= {"predicted_peak_bytes": plans[-1].peak_bytes, "chunked": repr(plans[-1].chunked)[:500]}
+            row["predicted_peak_bytes"] = max(plan.peak_bytes for plan in plans)
+            row["chunked"] = repr(plans[-1].chunked)[:500]
             row |= {"predicted_ratio": plans[-1].step_ratio} if budget_bytes else {}
         release(step.device)
         connection.send(row)
