@@ -224,7 +224,7 @@ SMOOTH: dict[str, dict[int, Bound]] = {
     **_rows(LINEAR, "_c10d_functional.all_reduce.default _c10d_functional.all_gather_into_tensor.default", 0),
     **_rows(LINEAR, "_c10d_functional.reduce_scatter_tensor.default _c10d_functional.all_to_all_single.default", 0),
     **_rows(LINEAR, "_c10d_functional.wait_tensor.default", 0),
-    # Of chunks and tiles: a piece of a value that waits for another, and a sum plus a product, see passes/chunk_sums.py.
+    # Of chunks and tiles: a piece of a value that waits for another, and a sum plus a product.
     "aot_hooks.wait_for.default": {0: LINEAR},
     "aot_hooks.add_product.default": {0: LINEAR, 1: LINEAR, 2: LINEAR},
     # Moves of more than one tensor, or by indices.
