@@ -21,6 +21,7 @@ of all steps show that ways agree. A row has the predicted peak beside the measu
 pack the layers' inputs, too. `--few` runs a step of two layers first, which compiles. With `--rounds 0` the step whose
 peak is measured is timed, so a way takes `--warmup` steps and one more. `--prefix` has labels of the first tokens
 alone. Their gradients are those of a run of so many tokens: `--gradients` writes them, `--against` compares.
+`--float32` shows how far off bfloat16 is by itself.
 
 Adapters of a model of 8B: few blocks, few steps. The difference of two numbers of blocks, or of tokens, is what a block
 or a token takes. `--limit` holds the allocator to so many GiB.
@@ -94,6 +95,7 @@ class Setting:
     prefix: int  # tokens that have labels; 0: all
     gradients: str  # a file for those of the measured step
     against: str  # such a file to compare with
+    float32: bool  # the same weights in float32
     device: str
     inner: str
 
@@ -183,6 +185,8 @@ class Step:
             for name, parameter in self.model.named_parameters():
                 if "lora_B" in name:
                     torch.nn.init.normal_(parameter, std=0.02)
+        if setting.float32:
+            self.model.float()
         self.optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad], lr=1e-4, fused=self.device.type == "cuda"
         )
@@ -391,6 +395,7 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=0, help="with --blocks: labels of the first tokens alone")
     parser.add_argument("--gradients", default="", help="a file for gradients of the measured step")
     parser.add_argument("--against", default="", help="such a file to compare with")
+    parser.add_argument("--float32", action="store_true", help="compute in float32, with weights rounded to bfloat16")
     parser.add_argument("--limit", type=float, default=0.0, help="GiB that a process may allocate; 0: all")
     options = parser.parse_args()
     ways = options.ways.split(",")
