@@ -9,11 +9,14 @@ compiled             no      each      each          one graph, so that the loss
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+import aot_hooks
 
 __all__ = ["LlamaByBlocks", "make_llama"]
 
@@ -69,27 +72,47 @@ class LastLayer(nn.Module):
         self.norm, self.out, self.loss = model.model.norm, model.lm_head, model.loss_function
         self.vocabulary = model.config.vocab_size
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        loss: Tensor = self.loss(logits=self.out(self.norm(x)), labels=ids, vocab_size=self.vocabulary)
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.loss(logits=self.out(self.norm(x)), labels=labels, vocab_size=self.vocabulary)
         return loss
 
 
 class LlamaByBlocks(nn.Module):
-    """`forward(ids [batch, tokens], checkpointed=True)` computes each layer again in the backward. Returns the loss."""
+    """`forward(ids [batch, tokens])` returns the loss. `model` may have adapters of peft.
+
+    `checkpointed=True`: each layer is computed again in the backward. With `inputs`, a hook, that packs what is left,
+    the layers' inputs. `labels`: other than `ids`. `count`: of the layers, the first.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
+        model = getattr(model, "base_model", model).model if hasattr(model, "peft_config") else model
         self.embed, self.rotary = model.model.embed_tokens, model.model.rotary_emb
         self.blocks = model.model.layers
         self.last = LastLayer(model)
 
-    def forward(self, ids: Tensor, checkpointed: bool = False) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        checkpointed: bool = False,
+        inputs: aot_hooks.Hook | None = None,
+        labels: Tensor | None = None,
+        count: int | None = None,
+    ) -> Tensor:
         x = self.embed(ids)
+        if not x.requires_grad and torch.is_grad_enabled():  # adapters alone are trained: one graph serves all layers
+            x.requires_grad_()
         angles = self.rotary(x, torch.arange(ids.shape[1], device=ids.device)[None])
-        for block in self.blocks:
-            if checkpointed:
-                x = checkpoint(block, x, position_embeddings=angles, use_reentrant=False)
-            else:
-                x = block(x, position_embeddings=angles)
-        loss: Tensor = self.last(x, ids)
+        with contextlib.nullcontext() if inputs is None else aot_hooks.saved_tensors_hooks(inputs):
+            for block in self.blocks[:count]:
+                if checkpointed:  # the hooks of one that is not reentrant hide its input from others
+                    x = checkpoint(_call, block, x, angles, use_reentrant=inputs is not None)
+                else:
+                    x = block(x, position_embeddings=angles)
+        loss: Tensor = self.last(x, ids if labels is None else labels)
         return loss
+
+
+def _call(block: nn.Module, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    y: Tensor = block(x, position_embeddings=angles)
+    return y

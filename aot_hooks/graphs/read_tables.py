@@ -224,6 +224,9 @@ SMOOTH: dict[str, dict[int, Bound]] = {
     **_rows(LINEAR, "_c10d_functional.all_reduce.default _c10d_functional.all_gather_into_tensor.default", 0),
     **_rows(LINEAR, "_c10d_functional.reduce_scatter_tensor.default _c10d_functional.all_to_all_single.default", 0),
     **_rows(LINEAR, "_c10d_functional.wait_tensor.default", 0),
+    # Of chunks and tiles: a piece of a value that waits for another, and a sum plus a product.
+    "aot_hooks.wait_for.default": {0: LINEAR},
+    "aot_hooks.add_product.default": {0: LINEAR, 1: LINEAR, 2: LINEAR},
     # Moves of more than one tensor, or by indices.
     **_rows(LINEAR, "cat stack split.Tensor split_with_sizes unbind.int embedding repeat flip roll constant_pad_nd", 0),
     **_rows(LINEAR, "tril triu diagonal as_strided unfold im2col col2im pixel_shuffle pixel_unshuffle avg_pool2d", 0),

@@ -1,6 +1,6 @@
 """The unrolled loop over chunks of tokens: writes the nodes of a region once for each chunk, and joins the results.
 
-      h --split--> h_0, h_1, h_2         logits_0 ... grad_h_0      join_rows(grad_h_0, grad_h_1, grad_h_2)
+      h --slice--> h_0, h_1, h_2         logits_0 ... grad_h_0      join_rows(grad_h_0, grad_h_1, grad_h_2)
                                                       grad_w = mm(t(grad_0), h_0)
                    wait_for(h_1, ...)    logits_1 ... grad_w = add_product(grad_w, t(grad_1), h_1)
 
@@ -59,6 +59,7 @@ class Loop:
         count: the number of chunks. All have `tokens // count` tokens but the last, which has what remains.
         kept: the slices that leave tokens out. The chunks are of the tokens that are left.
         sizes: of the chunks: numbers, or nodes.
+        starts: the first token of each chunk.
     """
 
     gm: GraphModule
@@ -67,19 +68,21 @@ class Loop:
     count: int
     kept: tuple[TokenSlice, ...] = ()
     sizes: list[Any] = field(init=False)
+    starts: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
         rows = math.prod(self.kept[-1].kept_sizes()) if self.kept else shape_of(self.seed)[0]
         if isinstance(rows, int):
             size = rows // self.count
             self.sizes = [size] * (self.count - 1) + [rows - size * (self.count - 1)]
+            self.starts = [size * i for i in range(self.count)]
             return
         assert rows >= self.count, "the example has as many tokens as chunks"  # a guard: fewer compile another graph
         hidden: Any = self.seed.args[-2]
         tokens = self.add(_aten.sym_size.int, self.kept_of(hidden, Rows(0)), 0)
         each = self.add(operator.floordiv, tokens, self.count)
-        before = self.add(operator.mul, each, self.count - 1)
-        self.sizes = [each] * (self.count - 1) + [self.add(operator.sub, tokens, before)]
+        self.starts = [0, *(self.add(operator.mul, each, i) for i in range(1, self.count))]
+        self.sizes = [each] * (self.count - 1) + [self.add(operator.sub, tokens, self.starts[-1])]
 
     @property
     def graph(self) -> Graph:
@@ -310,8 +313,9 @@ def _cut(draft: _LoopDraft, node: Node, read: TokenRead) -> list[Node]:
     if not read.cut:
         found = [source] * loop.count
     else:
-        split = loop.add(_aten.split_with_sizes.default, source, loop.sizes, rows.first)
-        found = [loop.add(operator.getitem, split, i) for i in range(loop.count)]
+        # slices, which torch's partition computes again, as it does not with a split
+        ends = [*loop.starts[1:], sys.maxsize]
+        found = [loop.add(_aten.slice.Tensor, source, rows.first, *at) for at in zip(loop.starts, ends, strict=True)]
     draft.cuts[node, read] = found
     return found
 

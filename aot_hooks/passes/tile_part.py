@@ -107,12 +107,13 @@ def _with_sums_of_results(nodes: Iterable[Node], steps: Mapping[Node, TokenStep]
     views: dict[Node, TokenStep] = {}
     more: dict[Node, TokenStep] = {}
     for node in nodes:
-        if node in steps or not is_tensor(node):
+        inputs = node.all_input_nodes
+        if node in steps or not inputs or not all(n in known for n in inputs) or not is_tensor(node):
             continue
-        adds = target_name(node) == "aten.add.Tensor" and len(node.all_input_nodes) == 2
-        if not (adds or keeps_memory(node)) or not all(n in known for n in node.all_input_nodes):
+        adds = target_name(node) == "aten.add.Tensor" and len(inputs) == 2
+        if not (adds or keeps_memory(node)):
             continue
-        step = token_step(node, {n: known[n] for n in node.all_input_nodes})
+        step = token_step(node, {n: known[n] for n in inputs})
         if step is None or step.out is None:
             continue
         known[node] = step.out
@@ -147,10 +148,15 @@ def _check_inputs(part: Part, *, again: bool) -> None:
 
 def _check_order(nodes: list[Node], part: Part) -> None:
     """No token may need another token's result in the same loop."""
+    position = {node: i for i, node in enumerate(nodes)}
     for backward in (False, True):
         outputs = part.outputs_of(backward=backward)
-        after = depends_on(nodes, outputs) - part.steps.keys()
-        late = part.inputs(part.needed(outputs)) & (after if backward else after | set(part.tangents))
+        inputs = part.inputs(part.needed(outputs))
+        first = min((position[n] for n in outputs), default=0)
+        last = max((position[n] for n in inputs), default=0)  # nothing behind it leads to an input
+        late = inputs & (depends_on(nodes[first : last + 1], outputs) - part.steps.keys())
+        if not backward:
+            late |= inputs.intersection(part.tangents)
         if late:
             raise LeftWhole(f"a token needs results of others ({name_and_line(min(late, key=nodes.index))})")
 

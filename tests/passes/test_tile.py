@@ -305,6 +305,35 @@ def test_hooks_pack_what_a_part_reads(policy: Any) -> None:
     assert all(d.saved.shape[-1] != WIDE or d.saved.is_static for d in plan.decisions)  # nothing wide is saved
 
 
+class Scaled(nn.Module):
+    """An MLP behind a norm of pointwise operators and a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDE, bias=False), nn.Linear(WIDE, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        return x + self.down(F.gelu(self.up(y)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_tiles_read_is_computed_again_and_may_be_rounded(dynamic: bool) -> None:
+    """The backward reads slices of the norm's result, which it computes from what the layer before made."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(Scaled(), Scaled()), example(64)
+    torch._dynamo.reset()
+    options = ATEN | {"tile": 20, "recompute_pointwise": True, "policy": aot_hooks.cast(torch.bfloat16)}
+    run = torch.compile(module, backend="aot_hooks", options=options, dynamic=dynamic)
+    found = gradients(module, lambda x: run(x).square().mean(), x)
+    (plan,) = aot_hooks.last_plans(run)
+    assert [row.count for row in plan.tiled] == [4, 4]
+    large = [d for d in plan.decisions if not (d.saved.is_static or d.saved.is_input) and d.saved.shape[-1] == WIDTH]
+    assert all(64 in d.saved.shape or d.saved.shape[:2] == (2, 32) for d in large), "no slice is saved"
+    assert any(d.hook.lossy for d in large)
+    assert_close(found, gradients(module, lambda x: module(x).square().mean(), x), 0.01)
+
+
 def test_checkpoints_compute_tiles_again(tmp_path: Path) -> None:
     module, x = Model(1), example(64)
     expected = gradients(module, module, x)
