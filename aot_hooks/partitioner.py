@@ -245,7 +245,7 @@ class _Partitioning:
             compute_early(fw, self.num_fwd_outputs)
         live: tuple[LivePoint, ...] = ()
         ms = 0.0
-        if is_first and (self.asked.live or self.has_budget or self.asked.beside is None):
+        if is_first and (self.asked.live or self.has_budget or self.asked.twin_of is None):
             live = live_bytes(fw, bw, fused=self.fused, **self.outputs)
         if is_first and self.asked.twin_of is None:
             ms = predicted_ms(fw, bw, self.fused, launched=self.asked.at_run_time)
