@@ -494,9 +494,10 @@ def _put_into_slots(owner: Any, slots: Sequence[types.MemberDescriptorType], val
 
 
 def _put_into_names(owner: Any, names: Sequence[str], values: Sequence[Any]) -> None:
-    """Give attributes of a class or a module of Python the `values` that they had."""
+    """Give attributes of a class or a module of Python the `values` that they had, if they have others."""
     for name, value in zip(names, values, strict=True):
-        setattr(owner, name, value)
+        if vars(owner).get(name, MISSING) is not value:  # the members of an enum can't be set
+            setattr(owner, name, value)
 
 
 def _put_into_variable(variable: contextvars.ContextVar[Any], values: Sequence[Any]) -> None:
@@ -506,10 +507,10 @@ def _put_into_variable(variable: contextvars.ContextVar[Any], values: Sequence[A
 
 
 def _content(value: Any) -> bytes | None:
-    """The bytes of a small array or buffer of Python or NumPy; None for others."""
+    """The bytes of a small array or buffer of Python or NumPy; None for others, and for addresses of objects."""
     try:
         with memoryview(value) as view:
-            return view.tobytes() if view.nbytes <= MOST_BYTES else None
+            return view.tobytes() if view.nbytes <= MOST_BYTES and "O" not in view.format else None
     except (TypeError, ValueError, BufferError):  # no buffer, a closed one, or one of dates
         return None
 

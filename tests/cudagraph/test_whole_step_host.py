@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import array
 import contextvars
+import enum
 import functools
 import sys
 import threading
@@ -141,11 +142,26 @@ def test_an_equal_array_in_its_place_is_no_change():
     assert before.differences(HostState({"config": config}, "cpu")) == {}
 
 
-def test_large_arrays_are_not_compared():
-    table = numpy.zeros(1 << 14)
+@pytest.mark.parametrize("table", [numpy.zeros(1 << 14), numpy.full(2, None)], ids=["large", "of objects"])
+def test_large_arrays_and_those_of_objects_are_not_compared(table):
+    """The bytes of the second are addresses: `restore` would write those of objects that are gone."""
     before = HostState({"table": table}, "cpu")
     table[0] = 1
     assert before.unchanged()
+    before.restore()
+    assert table[0] == 1
+
+
+def test_a_class_with_attributes_that_cannot_be_set_is_put_back():
+    class Color(enum.IntEnum):
+        RED = 1
+
+    Color.rate = 1
+    before = HostState({"color": Color}, "cpu")
+    Color.rate = 2
+    assert not before.unchanged()
+    before.restore()
+    assert Color.rate == 1 and before.unchanged()
 
 
 def test_closures_defaults_and_partials():
