@@ -104,3 +104,16 @@ def test_sizes_are_planned_with_a_margin_and_never_beyond_their_bounds() -> None
     assert not sizes.is_due()
     sizes.note(["u0"], [51])
     assert sizes.is_due()
+
+
+def test_an_expert_without_tokens_is_not_warned_of_as_one_of_unknown_sizes() -> None:
+    run = Run(budget("2MiB"))
+    alone = 1000.0  # the second expert gets no tokens
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for _ in range(5):
+            run.step(alone)
+    assert run.error(alone) <= 0.06
+    with pytest.warns(BudgetWarning, match="larger than planned"):
+        run.step(0.0)
+    assert run.error(0.0) <= 0.06
