@@ -47,7 +47,7 @@ def in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled: 
         asked = Setting(options.policy, options.scope)
         if autograd.is_checkpointed():
             unused.checkpointed(asked, dynamo.code_being_compiled())
-        elif not isinstance(top[0], pairs.EagerPack):
+        elif not isinstance(top[0], pairs.EagerPack) and _saves(inputs):
             unused.covered(asked, top[0])
     if setting is not None and setting.eager:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
@@ -55,6 +55,11 @@ def in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled: 
         devices = (x.device for x in inputs if isinstance(x, torch.Tensor))
         setting = Setting(fitted(setting.rule, devices, inputs), setting.scope)
     return InForce(setting and setting.in_scope(options.scope), _regions(gm, options), pair, enabled)
+
+
+def _saves(inputs: Sequence[Any]) -> bool:
+    """Whether a graph of `inputs` may save tensors for a backward, as that of an evaluation does not."""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
 
 
 def _regions(gm: GraphModule, options: Options) -> dict[str, Setting]:

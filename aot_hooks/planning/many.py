@@ -134,10 +134,8 @@ class Graph:
         with _lock:
             part = self.share_of(sizes)
             less = int((1 - part) * (given.peak_bytes or 0))
-            tentative, outgrown = (
-                self.data is not None and not self.data.most,
-                self.data is not None and self.data.grown,
-            )
+            tentative = self.data is not None and not self.data.most and not self.data.steps  # they may never cross
+            outgrown = self.data is not None and self.data.grown
             lenient = bool(self.grown or outgrown or tentative)
             given = replace(given, over=given.over + less, lenient=lenient, tentative=tentative)
             self.group.recorder.release_dropped()
@@ -524,11 +522,11 @@ class Group:
     def follows_data(self, step: Step) -> bool:
         """Whether graphs of `step` are compiled again for the sizes that the data gave them."""
         versions = dict.fromkeys(call.what for call in step.calls)
-        with_hooks = {version.graph for version in versions if version.has_hooks}
+        smaller = {v.graph for v in versions if v.has_hooks or v.nbytes.peak(ALONE) > self.peak_bytes}
         due: list[Graph] = []
         grown = 0
         for graph in dict.fromkeys(version.graph for version in versions):
-            if graph.data is not None and graph.data.is_due() and graph in with_hooks:
+            if graph.data is not None and graph.data.is_due() and graph in smaller:
                 due, grown = [*due, graph], grown + graph.data.grown
         if grown:
             self.warn_of_data()

@@ -100,6 +100,11 @@ class DataSizes:
     steps: int = 0
     grown: int = 0
 
+    @property
+    def unknown(self) -> bool:
+        """Whether a size is planned as 0 that no call has shown. An expert may have got no tokens."""
+        return any(not n and symbol not in self.most for symbol, n in self.planned.items())
+
     def note(self, symbols: Sequence[str], values: Sequence[Any]) -> None:
         """Note the sizes of a call, which its forward has saved for its backward."""
         for symbol, value in zip(symbols, values, strict=False):
@@ -133,7 +138,7 @@ def guarded(run: Callable[..., Any], version: Version, plans: Sequence[Plan], si
     graph = version.graph
     if version.mode is Mode.LEAST:  # the next one is planned
         return run
-    if graph.data is not None and not all(graph.data.planned.values()):
+    if graph.data is not None and graph.data.unknown:
         warn_user(
             f"aot_hooks: {graph.group.budget!r}: a graph has sizes that nobody knows when it is compiled, as those of "
             "mark_unbacked, or of nonzero() of a tensor with symbolic sizes. Tensors of such sizes count nothing until "

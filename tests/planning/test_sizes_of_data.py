@@ -16,7 +16,7 @@ from torch import Tensor
 
 import aot_hooks
 from aot_hooks import KEEP, budget
-from aot_hooks.errors import BudgetWarning
+from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
 from aot_hooks.planning.sizes import DataSizes
 
 TOKENS, WIDTH, HIDDEN, EXPERTS = 1024, 64, 128, 2
@@ -104,3 +104,37 @@ def test_sizes_are_planned_with_a_margin_and_never_beyond_their_bounds() -> None
     assert not sizes.is_due()
     sizes.note(["u0"], [51])
     assert sizes.is_due()
+
+
+def test_an_expert_without_tokens_is_not_warned_of_as_one_of_unknown_sizes() -> None:
+    run = Run(budget("2MiB"))
+    alone = 1000.0  # the second expert gets no tokens
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for _ in range(5):
+            run.step(alone)
+    assert run.error(alone) <= 0.06
+    with pytest.warns(BudgetWarning, match="larger than planned"):
+        run.step(0.0)
+    assert run.error(0.0) <= 0.06
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_budget_that_is_too_low_is_said_where_the_backward_needs_no_size_of_the_data(layers: int) -> None:
+    """With one layer nothing can have a hook."""
+
+    def loss(x: Tensor, mask: Tensor, *weights: Tensor) -> Tensor:
+        share = torch.nonzero(mask).float().mean()
+        for weight in weights:
+            x = F.gelu(x @ weight)
+        return (x * share).square().mean()
+
+    x, mask = torch.randn(8 * TOKENS, WIDTH), torch.arange(TOKENS) % 2
+    weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(layers)]
+    options = {"inner": "aten", "policy": budget("1MiB", allow=("recompute",))}
+    fn = torch.compile(loss, backend="aot_hooks", options=options)
+    for _ in range(3):
+        fn(x, mask, *weights).backward()
+    with pytest.raises(Exception) as e:
+        fn(x, mask, *weights)
+    assert isinstance(unwrapped(e.value), BudgetError)

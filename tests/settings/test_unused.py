@@ -240,6 +240,21 @@ def test_torchs_own_hooks_around_a_call(enabled: bool, around: Any, names: str) 
     assert warned(run) == []
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_torchs_own_hooks_around_a_call_that_saves_nothing(gradients: bool) -> None:
+    """And the call after it, which does save, is warned of."""
+    inner = model()
+    compiled = torch.compile(inner, backend="aot_hooks", options=ATEN | {"policy": HALF})
+    inner.requires_grad_(not gradients)
+
+    def run(x: torch.Tensor, enabled: bool) -> None:
+        with torch.set_grad_enabled(enabled), torch.autograd.graph.save_on_cpu():
+            compiled(x)
+
+    assert warned(lambda: run(torch.ones(4, 8), gradients)) == []
+    assert len(warned(lambda: run(torch.ones(4, 8, requires_grad=True), True))) == 1
+
+
 def test_an_eager_hook_around_a_call_is_not_warned_of() -> None:
     eager = Hook("eager", lambda x: x * 2, lambda x: x / 2, eager=True)
     assert warned(steps(lambda: saved_tensors_hooks(eager), policy=HALF)) == []
