@@ -455,7 +455,7 @@ class Group:
             loss = self._loss_of(step)
             if loss is not None and (found := loss.loss_bytes()) is not None:
                 step.loss_bytes = max(step.loss_bytes or 0, found)
-            call.keeps_inputs = call.what.keeps_inputs(call)
+            call.keeps_inputs |= call.what.keeps_inputs(call)
             if not retains:
                 dropped = call.what.drops_others  # these bytes count nothing already
                 own = 0 if dropped else sum(nbytes for memory, nbytes in call.returned if memory.expired())
@@ -523,12 +523,17 @@ class Group:
         """Whether graphs of `step` are compiled again for the sizes that the data gave them."""
         versions = dict.fromkeys(call.what for call in step.calls)
         smaller = {v.graph for v in versions if v.has_hooks or v.nbytes.peak(ALONE) > self.peak_bytes}
-        due: list[Graph] = []
-        grown = 0
+        of_data: dict[int, list[Graph]] = {}
         for graph in dict.fromkeys(version.graph for version in versions):
-            if graph.data is not None and graph.data.is_due() and graph in smaller:
-                due, grown = [*due, graph], grown + graph.data.grown
-        if grown:
+            if graph.data is not None:
+                of_data.setdefault(id(graph.data), []).append(graph)
+        due: list[Graph] = []
+        for graphs in of_data.values():
+            data, found = graphs[0].data, [graph for graph in graphs if graph in smaller]
+            if data is not None and data.is_due() and found:
+                data.plan()
+                due += found
+        if any(graph.data is not None and graph.data.grown for graph in due):
             self.warn_of_data()
         for graph in due:
             self.why = f"step {self.ended} has shown the sizes that only the data give"
@@ -584,7 +589,7 @@ class Group:
             if not why:
                 self.why = f"step {self.ended} peaks at {mib(taken)} of {mib(self.peak_bytes)}"
                 self.plan(trace, of_graphs, graphs)
-            if kept:
+            if kept and not 0 < self.busy < _MOST_BUSY:
                 self.warn_of_kept(sum(nbytes for call in step.calls for m, nbytes in call.returned if m in kept), why)
             if not why or self.busy:
                 self.notes_parameters = self.needs_plan = True  # the next step is checked, or planned
@@ -713,13 +718,16 @@ def graph_of(
     with _lock:
         data = group.data.setdefault(digest, DataSizes(of_data, of_data)) if of_data else None
         if data is not None:
-            data.plan()
             digest = _digest(repr((content, data.planned)))
         group.on_cuda |= any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs)
         restored = None if digest in group.graphs else group.restored.get(program)
         if restored is not None and all(n <= restored.sizes.get(k, 0) for k, n in sizes.items()):
             group.graphs[digest] = group.restored.pop(program)
-        graph = group.graphs.setdefault(digest, Graph(group, sizes=sizes))
+        is_one_of_many = data is not None and any(
+            g.data is data and g.mode is not Mode.ALONE for g in group.graphs.values()
+        )
+        mode = Mode.LEAST if is_one_of_many else Mode.ALONE  # as it was with other sizes of the data
+        graph = group.graphs.setdefault(digest, Graph(group, mode, sizes=sizes))
         if any(n > graph.sizes.get(k, 0) for k, n in sizes.items()):
             headroom, grown = _HEADROOM if graph.grown else 1, graph.grown + 1
             graph = Graph(group, sizes={k: int(headroom * n) for k, n in sizes.items()}, grown=grown)

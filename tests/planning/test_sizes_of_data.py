@@ -138,3 +138,47 @@ def test_a_budget_that_is_too_low_is_said_where_the_backward_needs_no_size_of_th
     with pytest.raises(Exception) as e:
         fn(x, mask, *weights)
     assert isinstance(unwrapped(e.value), BudgetError)
+
+
+def test_calls_of_one_graph_follow_the_data_once(tmp_path: Path) -> None:
+    """Three calls in a step: planned for the bounds, then once for what was measured; then nothing is compiled."""
+    torch.manual_seed(0)
+    weights = [
+        torch.randn(s).div(s[-2] ** 0.5) for s in ((WIDTH, EXPERTS), (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
+    ]
+    layers = [[w.clone().requires_grad_() for w in weights] for _ in range(3)]
+    for weight in (w for layer in layers for w in layer):
+        weight.grad = torch.zeros_like(weight)
+
+    def block(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        h = F.rms_norm(x, (WIDTH,))
+        score, expert = (h @ router).softmax(-1).topk(1)
+        out = x
+        for i in range(EXPERTS):
+            token, place = torch.where(expert == i)
+            y = F.silu(h[token] @ up[i]) @ down[i]
+            out = out.index_add(0, token, y * score[token, place, None])
+        return out
+
+    def step(fn: Any, seed: int) -> Tensor:
+        x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(seed))
+        for layer in layers:
+            x = fn(x, *layer)
+        loss = x.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    stock = torch.compile(block, backend="aot_hooks", options={"inner": "aten"})
+    step(stock, 0)
+    limit = int(0.8 * most_allocated(lambda: step(stock, 0), tmp_path))
+    policy = budget(f"{limit}B", max_error=0)
+    fn = torch.compile(block, backend="aot_hooks", options={"inner": "aten", "policy": policy})
+    compiled: list[int] = []
+    for seed in range(9):
+        torch._dynamo.utils.counters.clear()
+        loss = step(fn, seed)
+        compiled.append(torch._dynamo.utils.counters["frames"]["ok"])
+        assert float(loss) == pytest.approx(float(step(block, seed)), rel=1e-5)
+    taken = most_allocated(lambda: step(fn, 9), tmp_path)
+    assert not any(compiled[6:]), compiled
+    assert taken <= limit, (taken, limit)
