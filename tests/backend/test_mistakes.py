@@ -104,6 +104,20 @@ def checkpoints_around() -> None:
         train(lambda x: checkpoint(compiled, x, use_reentrant=False))
 
 
+def reentrant_checkpoints_around_the_forward() -> None:
+    compiled = torch.compile(Blocks())
+    with enable(float8(), options=ATEN):
+        loss = checkpoint(compiled, torch.randn(8, 32, requires_grad=True), use_reentrant=True).sum()
+    loss.backward()
+
+
+def reentrant_checkpoints_in_a_context_around_the_forward() -> None:
+    compiled = torch.compile(Blocks(), backend="aot_hooks", options=ATEN)
+    with aot_hooks.saved_tensors_policy(float8()):
+        loss = checkpoint(compiled, torch.randn(8, 32, requires_grad=True), use_reentrant=True).square().sum()
+    loss.backward()
+
+
 def not_compiled() -> None:
     with enable(float8()):
         train(Blocks())
@@ -184,6 +198,8 @@ MISTAKES = {
     an_unknown_option: "unknown option 'polcy'; did you mean 'policy'?",
     checkpoints_inside: "finds little to pack: torch.utils.checkpoint inside of the compiled function",
     checkpoints_around: "does nothing for a compiled function that torch.utils.checkpoint calls",
+    reentrant_checkpoints_around_the_forward: "Put the context (or enable) around the backward too",
+    reentrant_checkpoints_in_a_context_around_the_forward: "Put the context (or enable) around the backward too",
     not_compiled: "No compiled function was called: compile the model",
     two_at_once: "Only the innermost counts, and enable(int8()) was enabled inside this one",
     another_backend: "compiled for another backend, 'aot_eager'. Leave backend= out",
@@ -240,6 +256,21 @@ def test_a_mistake_has_its_sentence_where_one_sees_it(mistake: Callable[[], None
         aot_hooks.disable()
     assert any(MISTAKES[mistake] in line for line in lines[:FIRST_LINES]), "\n".join(lines)
     assert len(lines) <= MOST_LINES, "\n".join(lines)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_reentrant_checkpoint_inside_of_a_whole_step_is_no_mistake(evaluates: bool) -> None:
+    def right() -> None:
+        compiled = torch.compile(Blocks())
+        with enable(float8(), options=ATEN):
+            if evaluates:
+                with torch.no_grad():
+                    compiled(torch.randn(8, 32))
+            train(lambda x: checkpoint(compiled, x, use_reentrant=True))
+        (plan,) = aot_hooks.last_plans(compiled)
+        assert plan.packed_bytes < plan.saved_bytes
+
+    assert shown(right) == []
 
 
 @pytest.mark.slow
