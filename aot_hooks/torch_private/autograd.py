@@ -224,6 +224,11 @@ def results_of(node: Any) -> list[Any]:
     return list(node._input_metadata)
 
 
+def makes_nested(node: Any) -> bool:
+    """Whether a result of the operator is a nested tensor. Torch may raise if it is asked for the shape of one."""
+    return any(each.is_nested_tensor for each in node._input_metadata)
+
+
 @contextlib.contextmanager
 def fake_operators() -> Iterator[None]:
     """Operators run on fake tensors, without autograd, autocast, hooks, and modes that the program has on."""
