@@ -89,6 +89,22 @@ def plans_of_a_model_that_is_not_compiled() -> None:
     aot_hooks.last_plans(Blocks())
 
 
+def plans_before_the_first_step() -> None:
+    _ = aot_hooks.last_plans(torch.compile(Blocks(), backend="aot_hooks", options={**ATEN, "policy": float8()}))[0]
+
+
+def a_plan_without_inputs() -> None:
+    aot_hooks.plan(Blocks(), policy=float8())
+
+
+def a_frontier_without_inputs() -> None:
+    aot_hooks.frontier(Blocks())
+
+
+def a_check_without_inputs() -> None:
+    aot_hooks.check_gradients(Blocks(), policy=float8())
+
+
 def an_unknown_option() -> None:
     train(torch.compile(Blocks(), backend="aot_hooks", options={**ATEN, "polcy": float8()}))
 
@@ -195,6 +211,10 @@ MISTAKES = {
     the_model_in_place_of_a_policy: "got an object of class 'OptimizedModule'. It takes aot_hooks.float8() or the like",
     a_mean_that_is_misspelled: "got ['ofload']; did you mean 'offload'?",
     plans_of_a_model_that_is_not_compiled: "takes what torch.compile returned, got an object of class 'Blocks'",
+    plans_before_the_first_step: "IndexError: last_plans has 0 plans: nothing is saved for backward",
+    a_plan_without_inputs: "missing a required argument: 'x'. Give its arguments after it: aot_hooks.plan(Blocks, x",
+    a_frontier_without_inputs: "Give its arguments after it: aot_hooks.frontier(Blocks, x",
+    a_check_without_inputs: "Give its arguments after it: check_gradients(Blocks, x",
     an_unknown_option: "unknown option 'polcy'; did you mean 'policy'?",
     checkpoints_inside: "finds little to pack: torch.utils.checkpoint inside of the compiled function",
     checkpoints_around: "does nothing for a compiled function that torch.utils.checkpoint calls",
