@@ -79,7 +79,7 @@ def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
     wrappers = [each for each in found if each is not None]
     if not wrappers:
         raise OptionError(f"last_plans takes what torch.compile returned, got {in_a_line(compiled)}")
-    plans = tuple(plan for each in wrappers for plan in records.plans_of(each))
+    plans = records.Plans(plan for each in wrappers for plan in records.plans_of(each))
     if not plans and isinstance(compiled, torch.nn.Module) and wrapper is not None:
         unused.compiled_in_place(compiled)
     return plans

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from . import unused
 from .backend import compile_for
 from .context.pairs import Pair, pair_of
 from .errors import OptionError, UnusedWarning, names_arguments, warn_user
@@ -185,6 +186,8 @@ class Enabled:
                 _end()
                 _end = None
         self._summary.log_all()
+        if self.setting is not None:
+            unused.recomputed_outside(self.setting)
         if not self.is_used and sys.exc_info()[0] is None:
             warn_user(
                 f"aot_hooks: {self!r} ended, and no graph that backend 'inductor' compiles has run while it was the "

@@ -28,7 +28,7 @@ from . import unused
 from .cache.key import PACKAGE_DIGEST, nodes_of
 from .cache.lookup import without_collections
 from .errors import OptionError
-from .graphs.nodes import crosses_twice, donates
+from .graphs.nodes import calls_graphs, crosses_twice, donates
 from .graphs.repeats import draws
 from .graphs.roofline import node_ms, predicted_ms
 from .graphs.saved import SavedTensor
@@ -284,7 +284,8 @@ class _Partitioning:
         plan = rewrite(fw, bw, settings, options, static_inputs=self.static, parameters=parameters, **self.outputs)
         if len(asked.donated) == self.number:
             asked.donated.append(self.shared.stocks[self.joint].donates)
-        asked.donated[self.number] = asked.donated[self.number] and not crosses_twice(fw, self.num_fwd_outputs)
+        keeps_memory = calls_graphs(bw) or crosses_twice(fw, self.num_fwd_outputs)
+        asked.donated[self.number] = asked.donated[self.number] and not keeps_memory
         return plan
 
     def _finished(self, fw: GraphModule, bw: GraphModule, plan: Plan) -> _Pair:

@@ -27,6 +27,28 @@ from .torch_private.autograd import at_end_of_backward
 log = logging.getLogger("aot_hooks")
 _plans: Memo[list[Plan]] = Memo()  # by the wrapper
 _lock = threading.Lock()
+NOTHING_SAVED = (
+    "nothing is saved for backward, because no graph was compiled that has one. What may be the case:\n"
+    "- the compiled function has not been called yet, or without gradients (no_grad, nothing requires grad);\n"
+    "- no hook or policy is in force: no context around the call, and no options['policy'];\n"
+    "- torch made no graph: of a module of its own that is compiled in place (nn.Sequential(...).compile()),\n"
+    "  use torch.compile(module); or of a function that Dynamo left to Python (TORCH_LOGS=graph_breaks);\n"
+    "- another function with the same code and options, such as a layer compiled by itself, has the graph:\n"
+    "  see last_plans of that one"
+)
+
+
+class Plans(tuple[Plan, ...]):
+    """What `last_plans` returns. An index past its end has an error with the reasons why there is no plan."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return super().__getitem__(index)
+        except IndexError as e:
+            e.args = (f"last_plans has {len(self)} plans" + ("" if self else f": {NOTHING_SAVED}"),)
+            raise
 
 
 def plans_of(wrapper: Any) -> list[Plan]:

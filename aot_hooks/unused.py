@@ -6,7 +6,8 @@
       AOTAutograd traces a pair of ours       --traced-->             another backend compiles the function
       a last layer can't be computed in chunks, or a part of a layer in tiles --left_whole-->  it stays whole
       a graph is compiled under a checkpoint  --checkpointed-->       the checkpoint's own hooks are the innermost
-      the same under other hooks of torch's   --covered-->            they are the innermost
+      a forward of a reentrant checkpoint     --recomputed_outside--> the recomputation ran outside of the context
+      a graph under other hooks of torch's    --covered-->            they are the innermost
 
 If its graphs packed something, a step pays for a counter in eager parts, and a set lookup when a context ends.
 """
@@ -32,7 +33,7 @@ from .policies import ByKey, key_text, keys_in
 from .settings.setting import Setting
 from .steps.schedule import DECIDED_LATER
 from .torch_private import aot
-from .torch_private.autograd import at_end_of_backward
+from .torch_private.autograd import at_end_of_backward, in_reentrant_forward
 
 _SHOWN = 8  # values beside a key that matches nothing, in a warning
 # The share of the bytes that would be saved without checkpoints which hooks must pack; below it a warning names the
@@ -92,6 +93,7 @@ class _Use:
 
 _uses: dict[str, _Use] = {}  # by the setting's text
 _examined: set[str] = set()  # texts of settings whose contexts need no examination when they end
+_recomputed: set[str] = set()  # of settings with forwards of reentrant checkpoints, and no backward yet
 _warned: set[tuple[str, str]] = set()
 _lock = threading.Lock()
 
@@ -107,6 +109,7 @@ def forget() -> None:
     """Forget the effect on graphs. Warnings that were given are not given again."""
     with _lock:
         _uses.clear()
+        _recomputed.clear()
 
 
 def compiled(settings: Iterable[Setting], plans: Sequence[Plan], checkpointed: int = 0) -> list[Setting]:
@@ -117,11 +120,17 @@ def compiled(settings: Iterable[Setting], plans: Sequence[Plan], checkpointed: i
     """
     decisions = [d for plan in plans for d in plan.decisions]
     suspects = []
+    is_recomputed = not plans and in_reentrant_forward()
     with _lock:
         for setting in settings:
             use = _uses.setdefault(setting.text, _Use(setting, list(keys_in(setting.rule))))
             # contexts have what the user said, graphs what they get of it
-            _examined.add(Setting(getattr(setting.rule, "asked", setting.rule)).text)
+            of_context = Setting(getattr(setting.rule, "asked", setting.rule))
+            _examined.add(of_context.text)
+            if is_recomputed:
+                _recomputed.add(of_context.text)
+            elif plans:
+                _recomputed.discard(of_context.text)
             use.checkpointed += checkpointed
             use.sends |= any(plan.transfers for plan in plans)
             for d in decisions:
@@ -212,11 +221,13 @@ def compiled_in_place(module: torch.nn.Module) -> None:
 
 def is_suspect(setting: Setting) -> bool:
     """Whether a context of `setting` that ends now is to be passed to `context_left`."""
-    return setting.text not in _examined and torch.is_grad_enabled()
+    return (setting.text not in _examined or setting.text in _recomputed) and torch.is_grad_enabled()
 
 
 def context_left(setting: Setting, before: int) -> None:
     """Warn if the first context of `setting` that ends had no effect; `before` is `saved_count` on its entry."""
+    if setting.text in _recomputed:
+        return recomputed_outside(setting)
     _examined.add(setting.text)
     if setting.rule == KEEP or sys.exc_info()[0] is not None:
         return
@@ -267,6 +278,17 @@ def checkpointed(setting: Setting, code: types.CodeType | None = None) -> None:
         f"again, so nothing of it is saved. {_INSTEAD_OF_CHECKPOINTING}; or pass use_reentrant=True, with which what "
         "is computed again is packed until its backward",
     )
+
+
+def recomputed_outside(setting: Setting) -> None:
+    """Warn if `setting` ends, and reentrant checkpoints have not computed again under it what they called under it."""
+    if setting.text in _recomputed and sys.exc_info()[0] is None:
+        _warn(
+            (setting.text, "checkpointed"),
+            f"{setting.title} packs nothing of a compiled function that torch.utils.checkpoint(use_reentrant=True) "
+            "calls: the backward computes it again, and ran outside of the context. Put the context (or enable) "
+            f"around the backward too: then what is computed again is packed. Or: {_INSTEAD_OF_CHECKPOINTING}",
+        )
 
 
 def covered(setting: Setting, pack: Callable[..., Any]) -> None:

@@ -89,8 +89,10 @@ def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
     graph = torch.fx.Graph()
     graph.output(graph.placeholder("x"))
     module = GraphModule(torch.nn.Module(), graph, class_name=name)
-    # eager autograd calls the module; torch's tools only need a graph that they can read
-    setattr(type(module), "__call__", dynamo.untraced(lambda _, x: call(x)))  # noqa: B010
+    # eager autograd calls the module; torch's tools only need a graph that they can read. In compiled autograd, Dynamo
+    # traces `forward`, and would take the graph for what is done
+    for name in ("__call__", "forward"):
+        setattr(type(module), name, dynamo.untraced(lambda _, x: call(x)))
     return module
 
 

@@ -100,8 +100,9 @@ class EagerValue:
         self.death: Any = None  # the weak reference that reports the death of `x`
         self.operator = autograd.next_sequence_number()  # greater than that of the operator that saves `x`
         self.softmax_dimension = autograd.softmax_dimension(x)
-        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
-        self.stride = x.stride() if x.layout is torch.strided else ()
+        self.dtype, self.device, self.is_nested = x.dtype, x.device, x.is_nested
+        self.shape = torch.Size() if x.is_nested else x.shape  # a nested tensor may have none, nor strides
+        self.stride = x.stride() if x.layout is torch.strided and not x.is_nested else ()
 
     def readings(self) -> list[Reading | None]:
         """How each operator reads it; those that are gone without a backward don't count."""
@@ -286,7 +287,7 @@ def _outermost_frame() -> FrameType | None:
 
 def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> tuple[Hook, EagerRow | None]:
     """The hook for `x`, and the row that a policy chose by; no row where nothing asks for one."""
-    if x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter):
+    if x.layout is not torch.strided or x.is_nested or type(x) not in (torch.Tensor, torch.nn.Parameter):
         return KEEP, None
     if _out_of_scope(setting.scope or SCOPE, x, outermost):
         return KEEP, None

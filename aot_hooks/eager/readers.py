@@ -175,7 +175,8 @@ def _readings(node: Any, packed: Mapping[_Key, Any], runs: bool) -> dict[_Key, R
     `packed`: what our pack hook returned for each of these tensors, see `autograd.packed_by`.
     """
     unknown = dict.fromkeys(packed, _unknown(node))
-    if autograd.is_python_node(node):
+    is_nested = autograd.makes_nested(node) or any(value.is_nested for _, value in _values(packed))
+    if autograd.is_python_node(node) or is_nested:
         return unknown
     kind = _kind(node, packed)
     if kind not in _known:

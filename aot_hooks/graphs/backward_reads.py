@@ -199,9 +199,9 @@ class BackwardReads:
         if user.target is torch.ops.higher_order.invoke_subgraph:
             return "nested"
         if user.target is operator.getitem:
-            floating = not isinstance(result, torch.Tensor) or result.dtype.is_floating_point
+            floating = not isinstance(result, torch.Tensor) or not _is_decided(result.dtype)
             return "smooth" if floating else "decision"
-        if isinstance(result, torch.Tensor) and not (result.dtype.is_floating_point or result.dtype.is_complex):
+        if isinstance(result, torch.Tensor) and _is_decided(result.dtype):
             return "decision"
         # a piece of an operator that is smooth as a whole: the result, or only read by other pieces
         inside, *after = [str(n.meta.get("original_aten")) in tables.SMOOTH_INSIDE for n in (user, *user.users)]
@@ -326,7 +326,7 @@ class BackwardReads:
         tests: tuple[Test, ...] | None = None
         if kind == "decision" and self.fw is not None:
             result = user.meta.get("val")
-            if user not in self.of_tangents and isinstance(result, torch.Tensor) and not result.dtype.is_floating_point:
+            if user not in self.of_tangents and isinstance(result, torch.Tensor) and _is_decided(result.dtype):
                 answer = self._last_of_the_decision(user)
                 users = tuple(answer.users)
                 outcome = answer.meta["val"]
@@ -462,6 +462,11 @@ def tests_of(node: Node, reader: Node | None = None) -> tuple[Test, ...] | None:
 def only_at(user: Node, node: Node, position: int) -> bool:
     """Whether `user` reads `node` as its argument at `position` and nowhere else."""
     return argument_positions(user, node) == [position] and user.args[position] is node
+
+
+def _is_decided(dtype: torch.dtype) -> bool:
+    """Whether a small change of a number may change its value in `dtype` by much more, as for whole numbers."""
+    return dtype in tables.COARSE or not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _moves_numbers(user: Node, node: Node) -> bool:

@@ -113,6 +113,15 @@ def crosses_twice(fw: GraphModule, num_fwd_outputs: int) -> bool:
     return any(node.meta.get(PACKED) and count[storage_of(node)] > 1 for node in outputs)
 
 
+def calls_graphs(bw: GraphModule) -> bool:
+    """Whether the backward has the body of a `cond`, a loop or a nested region.
+
+    Then it must write over no saved tensor: Inductor (2.11 to 2.15) takes arguments of a body at the positions of the
+    backward's donated ones for donated as well, and the body writes over what is read after it.
+    """
+    return any(isinstance(child, GraphModule) for child in bw.children())
+
+
 def storage_bytes(value: torch.Tensor) -> int:
     """Bytes of the storage behind a fake tensor, by the hints of symbolic sizes."""
     if value.layout is not torch.strided:

@@ -112,6 +112,9 @@ MOVES = _ops(
 )
 MOVES_BY_INDEX = MOVES | _ops("gather index.Tensor index_select")
 CONVERSIONS = _ops("_to_copy prims.convert_element_type.default")
+# Floats with fewer than three mantissa bits. A number that is off by a sixteenth may come out a whole step off there: a
+# quarter in e5m2, a factor of two in e8m0. So a conversion to them decides, as one to whole numbers does.
+COARSE = {torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2}
 
 # what the forward may compute once more to answer a decision, beside pointwise operators and views
 CHEAP = (MOVES | CONVERSIONS) | _ops(

@@ -159,6 +159,9 @@ def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, A
 
     unpack_graph = _functional(unpack, tuple(leaves[i] for i in crossing), decompositions)
     _clean(unpack_graph)
+    if decompositions is not None:
+        _refuse_scans(pack_graph, at_pack)
+        _refuse_scans(unpack_graph, at_unpack)
     for node in unpack_graph.graph.find_nodes(op="get_attr"):
         held = getattr(unpack_graph, str(node.target))  # a tensor, or the body of a `cond` or loop
         if isinstance(held, torch.Tensor) and torch_values.is_traced_value(held):
@@ -283,18 +286,44 @@ def _clean(gm: GraphModule) -> None:
     gm.recompile()
 
 
+_SCANS = ("scan", "map_impl")
+
+
+def _refuse_scans(gm: GraphModule, at: str) -> None:
+    """Raise for an operator that Inductor makes a `while_loop` of, in a trace that a graph of fixed sizes is not ready
+    for (`DataDependentOutputException`, torch 2.11 to 2.15)."""
+    for graph in (each.graph for each in gm.modules() if isinstance(each, GraphModule)):
+        for node in graph.nodes:
+            if isinstance(node.target, torch_values.HigherOrderOperator) and node.target.name() in _SCANS:
+                raise HookTraceError(
+                    f"{at} calls {node.target.name().removesuffix('_impl')}, which Inductor can't compile in a hook; "
+                    "expected operators on whole tensors, torch.cond or while_loop. Or compile with "
+                    "options={'inner': 'aten'}, or run the hook eagerly with Hook(..., eager=True)"
+                )
+
+
 def _give_numbers_to_bodies(gm: GraphModule) -> None:
-    """Note numbers that `cond` and loops pass to their bodies on the bodies' placeholders, where Inductor looks."""
+    """Write numbers that `cond` and loops pass to their bodies into the bodies: Inductor passes tensors only."""
     for node in gm.graph.nodes:
-        if isinstance(node.target, torch_values.HigherOrderOperator):
-            nodes = [a if isinstance(a, Node) and a.op == "get_attr" else None for a in node.args]
-            held: list[Any] = [a and getattr(gm, str(a.target)) for a in nodes]
-            graphs = [i for i, each in enumerate(held) if isinstance(each, GraphModule)]
-            operands = torch_values.pytree.tree_leaves(node.args[max(graphs, default=0) + 1 :])
-            for body in (held[i] for i in graphs):
-                for placeholder, a in zip(body.graph.find_nodes(op="placeholder"), operands, strict=False):
-                    if isinstance(a, int | float):
-                        placeholder.meta.setdefault("val", a)
+        if not isinstance(node.target, torch_values.HigherOrderOperator):
+            continue
+        held = [getattr(gm, str(a.target)) if isinstance(a, Node) and a.op == "get_attr" else None for a in node.args]
+        graphs = {i: body for i, body in enumerate(held) if isinstance(body, GraphModule)}
+        after = max(graphs, default=len(held)) + 1
+        operands = torch_values.pytree.tree_leaves(node.args[after:])
+        for body in graphs.values():
+            for placeholder, a in zip(body.graph.find_nodes(op="placeholder"), operands, strict=False):
+                if isinstance(a, int | float):
+                    placeholder.replace_all_uses_with(a)
+                    body.graph.erase_node(placeholder)
+            body.recompile()
+        node.args = (*node.args[:after], *map(_without_numbers, node.args[after:]))
+
+
+def _without_numbers(operands: Any) -> Any:
+    if not isinstance(operands, tuple | list):
+        return operands
+    return type(operands)(each for each in operands if not isinstance(each, int | float))
 
 
 def _copy_by_value(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..errors import OptionError, did_you_mean, names_arguments
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
-from ..settings.byte_sizes import as_argument, parse_size
+from ..settings.byte_sizes import as_argument, parse_size, size_text
 
 ALLOWED = ("recompute", "chunk", "tile", "lossless", "offload", "float8", "int8", "int4")
 EXACT = ("recompute", "chunk", "tile", "lossless", "offload")  # of these
@@ -136,7 +136,10 @@ def budget(
 
 
 def mib(nbytes: float) -> str:
+    """`nbytes` in MiB for people; in KiB or bytes below one."""
     number = nbytes / 2**20
+    if 0 <= number < 1:
+        return size_text(round(nbytes))
     return f"{number:.4g} MiB" if number < 1000 else f"{number:.1f} MiB"
 
 

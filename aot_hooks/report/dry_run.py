@@ -83,7 +83,7 @@ def dry_run(
     `overrides` come before the options of `fn`. `explore`: see `plan_graph`.
     """
     fn, own_options, dynamic = unwrap_compiled("aot_hooks.plan", fn)
-    check_keywords("aot_hooks.plan", fn, kwargs, overrides)
+    check_arguments("aot_hooks.plan", fn, args, kwargs, overrides)
     options = Options.parse(own_options | {name: value for name, value in overrides.items() if value is not None})
     plans: list[Plan] = []
     budgets: list[Assignment | None] = []  # of each graph of Dynamo with a plan; None for another policy
@@ -162,17 +162,30 @@ def _over_budget(planned: Plan, budgets: Sequence[Assignment | None]) -> str:
     )
 
 
-def check_keywords(caller: str, fn: Callable[..., Any], kwargs: dict[str, Any], own: Iterable[str]) -> None:
-    """Raises `OptionError` for a keyword that is neither one of `fn` nor our `own`."""
+def check_arguments(
+    caller: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], own: Iterable[str]
+) -> None:
+    """Raises `OptionError` for a keyword that is neither one of `fn` nor our `own`, or if arguments are missing."""
     try:
-        parameters = signature_of(fn).parameters
+        signature = signature_of(fn)
     except (TypeError, ValueError):  # a function of C
         return
+    parameters = signature.parameters
+    name = getattr(fn, "__name__", type(fn).__name__)
     wrong = [name for name in kwargs if name not in parameters]
     if wrong and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        name = getattr(fn, "__name__", type(fn).__name__)
         valid = [*own, *parameters]
         raise OptionError(
             f"{caller}: no argument {wrong[0]!r}{did_you_mean(wrong[0], valid) or ';'} its own are "
             f"{', '.join(own)}; others go to {name}({', '.join(parameters)})"
         )
+    if getattr(fn, "_forward_pre_hooks", None):  # hooks of a module may add arguments
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as e:
+        shown = ", ".join(parameters)
+        raise OptionError(
+            f"{caller}: {name}({shown}) can't be called so: {e}. Give its arguments after it: "
+            f"{caller}({', '.join([name, *parameters])}, ...)"
+        ) from None

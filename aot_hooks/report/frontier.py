@@ -22,7 +22,7 @@ from ..passes.plan import Plan, joined
 from ..planning.assignment import Assignment
 from ..planning.budget import ALLOWED, Budget, budget
 from ..settings.byte_sizes import parse_size, size_text
-from .dry_run import check_keywords, dry_run
+from .dry_run import check_arguments, dry_run
 from .trial import unwrap_compiled
 
 _POINTS = 8  # parts that the range of peaks is cut into, with a budget between each two
@@ -110,7 +110,7 @@ def frontier(
     """
 
     inside, _, _ = unwrap_compiled("aot_hooks.frontier", fn)
-    check_keywords("aot_hooks.frontier", inside, kwargs, ("allow", "max_error", "scope", "inner"))
+    check_arguments("aot_hooks.frontier", inside, args, kwargs, ("allow", "max_error", "scope", "inner"))
 
     of_graphs: list[Frontier | None] = []
 

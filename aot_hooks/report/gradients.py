@@ -33,6 +33,7 @@ from ..settings.setting import Setting
 from ..torch_private import autograd, dynamo
 from ..torch_private import dry_run as torch_dry_run
 from ..torch_private import values as torch_values
+from .dry_run import check_arguments
 from .trial import reachable_values, signature_of, trial, unwrap_compiled
 
 _SAME, _ROUNDED = 1e-6, 1e-2  # error of outputs: equal up to rounding; low precision and another fusion
@@ -136,6 +137,7 @@ def check_gradients(
         HookContractError, HookTraceError, PolicyError: as compiling does.
     """
     fn, options, dynamic = unwrap_compiled("check_gradients", fn)
+    check_arguments("check_gradients", fn, args, kwargs, ("policy", "scope", "inner"))
     options |= {"inner": inner or options.get("inner", "inductor"), "cudagraphs": False, "check": False}
     own_policy = options.pop("policy", None)
     if policy is None and autograd.top_hooks() is None:

@@ -20,6 +20,7 @@ from ..errors import OptionError, in_a_line
 from ..hook import KEEP
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Plan, joined
+from ..records import NOTHING_SAVED
 from ..settings.byte_sizes import SIZES
 from ..steps.schedule import Transfer
 
@@ -108,17 +109,6 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
-_NOTHING_SAVED = (
-    "nothing is saved for backward, because no graph was compiled that has one. What may be the case:\n"
-    "- the compiled function has not been called yet, or without gradients (no_grad, nothing requires grad);\n"
-    "- no hook or policy is in force: no context around the call, and no options['policy'];\n"
-    "- torch made no graph: of a module of its own that is compiled in place (nn.Sequential(...).compile()),\n"
-    "  use torch.compile(module); or of a function that Dynamo left to Python (TORCH_LOGS=graph_breaks);\n"
-    "- another function with the same code and options, such as a layer compiled by itself, has the graph:\n"
-    "  see last_plans of that one"
-)
-
-
 def format_report(
     plan: Plan | Sequence[Plan], *, measured_peak_bytes: int | None = None, measured_optimizer_bytes: int | None = None
 ) -> str:
@@ -140,7 +130,7 @@ def format_report(
             )
         plan = joined(plan)
     if not plan.decisions:
-        return _NOTHING_SAVED
+        return NOTHING_SAVED
     saved, packed = plan.saved_bytes, plan.packed_bytes
     unit, size = next((u for u in SIZES if max(saved, packed) >= u[1]), SIZES[-1])
     rows = fold(plan.decisions)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ push: Callable[[_Pack, _Unpack], None] = need("torch._C._autograd._push_saved_te
 pop: Callable[[], None] = need("torch._C._autograd._pop_saved_tensors_default_hooks")
 _top = need("torch._C._autograd._top_saved_tensors_default_hooks")
 _disable = need("torch._C._autograd._saved_tensors_hooks_disable")
+_reentrant_forward = need("torch.utils.checkpoint.CheckpointFunction.forward")
 # the number that autograd will give to its next node on this thread
 next_sequence_number: Callable[[], int] = late("torch._C._autograd._get_sequence_nr")
 # whether the backward that runs on this thread may run again (`retain_graph`); True outside of a backward
@@ -52,6 +55,16 @@ def is_checkpointed() -> bool:
     nothing for, or computes again."""
     top = top_hooks()
     return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def in_reentrant_forward() -> bool:
+    """Whether this thread runs the forward of a checkpoint with `use_reentrant=True`, which saves nothing."""
+    if torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _reentrant_forward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _as_it_is(x: Any) -> Any:
@@ -209,6 +222,11 @@ def plain_values(node: Any) -> tuple[tuple[str, Any], ...]:
 def results_of(node: Any) -> list[Any]:
     """What autograd knows of the operator's results: objects with `shape`, `dtype` and `device`."""
     return list(node._input_metadata)
+
+
+def makes_nested(node: Any) -> bool:
+    """Whether a result of the operator is a nested tensor. Torch may raise if it is asked for the shape of one."""
+    return any(each.is_nested_tensor for each in node._input_metadata)
 
 
 @contextlib.contextmanager

@@ -44,11 +44,15 @@ _set_eval_frame = need("torch._C._dynamo.eval_frame.set_eval_frame")
 # returns the base of Dynamo's errors, also of those that wrap an error on fake tensors
 dynamo_error: Callable[[], type[Exception]] = functools.partial(need, "torch._dynamo.exc.TorchDynamoException")
 _F = TypeVar("_F", bound=Callable[..., Any])
+_IN_PYTHON = (
+    "saved-tensor hooks of aot_hooks run in Python here. If this is compiled autograd, leave fullgraph=True out of its "
+    "torch.compile"
+)
 
 
 def untraced(fn: _F) -> _F:
-    """Has Dynamo leave `fn` to Python, with all that it calls."""
-    return torch.compiler.disable(fn)
+    """Has Dynamo leave `fn` to Python, with all that it calls. With `fullgraph=True` its error has the reason."""
+    return torch.compiler.disable(fn, reason=_IN_PYTHON)
 
 
 def outermost_runs_in_python(fn: _F) -> _F:

@@ -89,6 +89,22 @@ def plans_of_a_model_that_is_not_compiled() -> None:
     aot_hooks.last_plans(Blocks())
 
 
+def plans_before_the_first_step() -> None:
+    _ = aot_hooks.last_plans(torch.compile(Blocks(), backend="aot_hooks", options={**ATEN, "policy": float8()}))[0]
+
+
+def a_plan_without_inputs() -> None:
+    aot_hooks.plan(Blocks(), policy=float8())
+
+
+def a_frontier_without_inputs() -> None:
+    aot_hooks.frontier(Blocks())
+
+
+def a_check_without_inputs() -> None:
+    aot_hooks.check_gradients(Blocks(), policy=float8())
+
+
 def an_unknown_option() -> None:
     train(torch.compile(Blocks(), backend="aot_hooks", options={**ATEN, "polcy": float8()}))
 
@@ -102,6 +118,20 @@ def checkpoints_around() -> None:
     compiled = torch.compile(Blocks())
     with enable(float8(), options=ATEN):
         train(lambda x: checkpoint(compiled, x, use_reentrant=False))
+
+
+def reentrant_checkpoints_around_the_forward() -> None:
+    compiled = torch.compile(Blocks())
+    with enable(float8(), options=ATEN):
+        loss = checkpoint(compiled, torch.randn(8, 32, requires_grad=True), use_reentrant=True).sum()
+    loss.backward()
+
+
+def reentrant_checkpoints_in_a_context_around_the_forward() -> None:
+    compiled = torch.compile(Blocks(), backend="aot_hooks", options=ATEN)
+    with aot_hooks.saved_tensors_policy(float8()):
+        loss = checkpoint(compiled, torch.randn(8, 32, requires_grad=True), use_reentrant=True).square().sum()
+    loss.backward()
 
 
 def not_compiled() -> None:
@@ -181,9 +211,15 @@ MISTAKES = {
     the_model_in_place_of_a_policy: "got an object of class 'OptimizedModule'. It takes aot_hooks.float8() or the like",
     a_mean_that_is_misspelled: "got ['ofload']; did you mean 'offload'?",
     plans_of_a_model_that_is_not_compiled: "takes what torch.compile returned, got an object of class 'Blocks'",
+    plans_before_the_first_step: "IndexError: last_plans has 0 plans: nothing is saved for backward",
+    a_plan_without_inputs: "missing a required argument: 'x'. Give its arguments after it: aot_hooks.plan(Blocks, x",
+    a_frontier_without_inputs: "Give its arguments after it: aot_hooks.frontier(Blocks, x",
+    a_check_without_inputs: "Give its arguments after it: check_gradients(Blocks, x",
     an_unknown_option: "unknown option 'polcy'; did you mean 'policy'?",
     checkpoints_inside: "finds little to pack: torch.utils.checkpoint inside of the compiled function",
     checkpoints_around: "does nothing for a compiled function that torch.utils.checkpoint calls",
+    reentrant_checkpoints_around_the_forward: "Put the context (or enable) around the backward too",
+    reentrant_checkpoints_in_a_context_around_the_forward: "Put the context (or enable) around the backward too",
     not_compiled: "No compiled function was called: compile the model",
     two_at_once: "Only the innermost counts, and enable(int8()) was enabled inside this one",
     another_backend: "compiled for another backend, 'aot_eager'. Leave backend= out",
@@ -240,6 +276,21 @@ def test_a_mistake_has_its_sentence_where_one_sees_it(mistake: Callable[[], None
         aot_hooks.disable()
     assert any(MISTAKES[mistake] in line for line in lines[:FIRST_LINES]), "\n".join(lines)
     assert len(lines) <= MOST_LINES, "\n".join(lines)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_reentrant_checkpoint_inside_of_a_whole_step_is_no_mistake(evaluates: bool) -> None:
+    def right() -> None:
+        compiled = torch.compile(Blocks())
+        with enable(float8(), options=ATEN):
+            if evaluates:
+                with torch.no_grad():
+                    compiled(torch.randn(8, 32))
+            train(lambda x: checkpoint(compiled, x, use_reentrant=True))
+        (plan,) = aot_hooks.last_plans(compiled)
+        assert plan.packed_bytes < plan.saved_bytes
+
+    assert shown(right) == []
 
 
 @pytest.mark.slow

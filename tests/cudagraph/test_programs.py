@@ -30,6 +30,31 @@ from cudagraph.tree import dispatch
 from cudagraph.tree.driver import cuda_driver
 
 
+def test_steps_in_inference_mode_and_of_training_take_turns(place):
+    """The first call, which makes the tree, is in inference mode; backwards run twice, and over some outputs."""
+    weight = torch.randn(8, 8, device=place.device).div_(3).requires_grad_()
+
+    def forward(x):
+        h = torch.tanh(x @ weight)
+        return torch.tanh(h @ weight), h.sigmoid()
+
+    compiled = torch.compile(forward, backend=place.backend())
+    for i in range(6):
+        cudagraph.mark_step_begin()
+        x = torch.randn(4, 8, device=place.device)
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                torch.testing.assert_close(compiled(x), forward(x))
+        got, expected = compiled(x), forward(x)
+        for outputs in (got[:1], got[1:], got) if i % 2 else (got,):
+            exact = sum(e.sum() for e, g in zip(expected, got, strict=True) if any(g is o for o in outputs))
+            (a,) = torch.autograd.grad(sum(o.sum() for o in outputs), weight, retain_graph=True)
+            (b,) = torch.autograd.grad(exact, weight, retain_graph=True)
+            assert b.norm() > 0.1
+            torch.testing.assert_close(a, b)
+    assert cudagraph.stats()["replays"] > 6
+
+
 class Net(nn.Module):
     """With `cut`, an operator in the middle of its forward and its backward can't be captured."""
 

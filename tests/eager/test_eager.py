@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -404,3 +405,29 @@ def test_a_ctc_loss_has_the_gradient_of_its_own_likelihoods(hook: aot_hooks.Hook
         with aot_hooks.saved_tensors_hooks(hook):
             loss = F.ctc_loss(run(logits), targets, *lengths)
         assert torch.equal(torch.autograd.grad(loss, logits)[0], expected)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
+@pytest.mark.parametrize("hook", [aot_hooks.int8(), aot_hooks.offload(min_bytes=0)], ids=str)
+def test_nested_tensors_stay_as_they_are(layout: torch.layout, hook: Hook) -> None:
+    """Torch does not tell the sizes of a strided one, which attention over a jagged one makes inside."""
+    torch.manual_seed(0)
+    linear = nn.Linear(32, 32)
+    rows = [torch.randn(5, 32), torch.randn(9, 32)]
+
+    def loss() -> Tensor:
+        x = linear(torch.nested.nested_tensor(rows, layout=layout))
+        if layout is torch.strided:
+            return torch.nested.to_padded_tensor(F.relu(x), 0.0).square().sum()
+        heads = x.unflatten(-1, [2, 16]).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(-2).values().square().sum()
+
+    def gradient(context: Any) -> Tensor:
+        with context:
+            total = loss()
+        return torch.autograd.grad(total, linear.weight)[0]
+
+    without = gradient(contextlib.nullcontext())
+    assert without.norm() > 1
+    found = gradient(saved_tensors_hooks(hook))
+    torch.testing.assert_close(found, without, rtol=0, atol=0)

@@ -10,7 +10,7 @@ import torch
 from steps import compiled
 from torch import Tensor
 
-from aot_hooks import KEEP, Hook, int4, int8, last_plans, policies, saved_tensors_hooks, saved_tensors_policy
+from aot_hooks import KEEP, Hook, float8, int4, int8, last_plans, policies, saved_tensors_hooks, saved_tensors_policy
 
 HOOKS = [int8(), int4(stochastic=False)]
 
@@ -125,3 +125,38 @@ def test_inputs_that_the_backward_only_compares_stay(fn: Any, scope: str) -> Non
     (plan,) = last_plans(call)
     inputs = [d for d in plan.decisions if d.saved.is_input]
     assert len(inputs) == 2 and all(d.hook is KEEP and d.packed_bytes == 0 for d in inputs)
+
+
+class InFormat(torch.autograd.Function):
+    """`h * k`, with `k` in a narrow format, which the backward reads."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, dtype: torch.dtype) -> Tensor:
+        k = (h.abs() * 16).to(dtype)
+        ctx.save_for_backward(k)
+        return h * k.to(h.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad * ctx.saved_tensors[0].to(grad.dtype), None
+
+
+@pytest.mark.parametrize("hook", [float8(), int8(), int4(stochastic=False)], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8], ids=str)
+def test_what_is_rounded_to_a_coarse_format_is_that_of_the_unrounded_number(dtype: torch.dtype, hook: Hook) -> None:
+    """Rounded once more, a sixteenth becomes a quarter (e5m2) or a factor of two (e8m0)."""
+
+    def layers(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return (InFormat.apply(torch.nn.functional.gelu(x @ w), dtype) @ v.detach()).sum()  # type: ignore[no-untyped-call]
+
+    def smooth(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return (torch.nn.functional.gelu(x @ w) * 2 @ v.detach()).sum()
+
+    def off(fn: Any) -> float:
+        exact = without_hooks(fn, "aten")
+        torch._dynamo.reset()
+        found = gradients(compiled(fn, "aten"), saved_tensors_policy(hook))
+        assert all(exact[i].norm() > 1 for i in range(2))
+        return max(float((found[i] - exact[i]).norm() / exact[i].norm()) for i in range(2))
+
+    assert off(layers) < 1.5 * off(smooth)

@@ -441,6 +441,41 @@ def test_compiled_autograd() -> None:
     assert_same([x.grad, w.grad], expected, exactly=False)
 
 
+EAGER = {
+    "exact": Hook("x 2", lambda x: x * 2, lambda x: x / 2),
+    "eager": Hook("x 2", lambda x: x * 2, lambda x: x / 2, eager=True),
+    "offload": aot_hooks.offload(min_bytes=0),
+    "float8": aot_hooks.float8(),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_compiled_autograd_of_eager_parts(name: str) -> None:
+    """Their `unpack` runs in Python: it must not be taken for the identity that stands for it."""
+    x, w = leaves()
+    expected = gradients(block(x, w), x, w)
+    for _ in range(2):
+        x.grad = w.grad = None
+        with saved_tensors_hooks(EAGER[name]):
+            out = block(x, w)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            out.sum().backward()
+        for grad, exact in zip([x.grad, w.grad], expected, strict=True):
+            assert grad is not None and exact.norm() > 0.1
+            assert (grad - exact).norm() / exact.norm() < (0.1 if name == "float8" else 1e-5)
+
+
+def test_compiled_autograd_as_one_graph_says_what_to_leave_out() -> None:
+    x, w = leaves()
+    with saved_tensors_hooks(EAGER["exact"]):
+        out = block(x, w)
+    with (
+        torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)),
+        pytest.raises(torch._dynamo.exc.Unsupported, match="leave fullgraph=True out"),
+    ):
+        out.sum().backward()
+
+
 # --- without a backward ----------------------------------------------------------------------------------------------
 
 

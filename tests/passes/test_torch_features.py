@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from steps import BITS, assert_same, compiled, packed_count, step
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aot_hooks
 from aot_hooks import Hook
+from aot_hooks.errors import HookTraceError, unwrapped
 
 Tensor = torch.Tensor
 
@@ -413,9 +415,28 @@ def test_hooks_with_control_flow(times_four: Any, part: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times_four", [cond, cond_otherwise, two_conds_beside_constants], ids=lambda f: f.__name__)
-def test_hooks_with_control_flow_under_inductor(times_four: Any) -> None:
-    check_control_flow(times_four, "pack", "inductor")
+@pytest.mark.parametrize("part", ["pack", "unpack"])
+@pytest.mark.parametrize(
+    "times_four", [cond, cond_otherwise, two_conds_beside_constants, loop], ids=lambda f: f.__name__
+)
+def test_hooks_with_control_flow_under_inductor(times_four: Any, part: str) -> None:
+    check_control_flow(times_four, part, "inductor")
+
+
+def each_row(x: Tensor) -> Tensor:
+    return map_rows(lambda row: row * 4, x)
+
+
+def rows_in_a_branch(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > -1e9, rows, lambda y: y * 4, (x,))
+
+
+@pytest.mark.parametrize("part", ["pack", "unpack"])
+@pytest.mark.parametrize(("fn", "name"), [(rows, "scan"), (each_row, "map"), (rows_in_a_branch, "scan")])
+def test_scans_in_hooks_under_inductor_are_an_error_with_a_way_out(fn: Any, name: str, part: str) -> None:
+    with pytest.raises(Exception, match=f"{part} '.*' .*calls {name}, which Inductor .* 'aten'") as raised:
+        check_control_flow(fn, part, "inductor")
+    assert isinstance(unwrapped(raised.value), HookTraceError)
 
 
 def check_control_flow(times_four: Any, part: str, inner: str) -> None:

@@ -169,13 +169,14 @@ def test_what_is_kept_says_what_recomputing_it_would_free(model, x, share):
 @pytest.mark.core
 def test_what_can_not_be_is_an_error_that_names_the_least_and_what_holds_it(model, x):
     model = model[0]
-    with pytest.raises(BudgetError, match=r"expected a step under .* MiB, but the least that was found takes \d") as e:
+    with pytest.raises(BudgetError, match=r"expected a step under .* bytes, but the least that was") as e:
         aot_hooks.plan(model, x, policy=budget(1), inner="aten")
     message = str(e.value)
     assert "largest that stay" in message and "raise the peak" in message
-    least = float(message.split("least that was found takes ")[1].split(" MiB")[0])
-    plan = aot_hooks.plan(model, x, policy=budget(int((least + 0.01) * 2**20)), inner="aten")
-    assert plan.peak_bytes <= (least + 0.01) * 2**20
+    least = e.value.least_bytes
+    assert least and f"least that was found takes {mib(least)}" in message
+    plan = aot_hooks.plan(model, x, policy=budget(least), inner="aten")
+    assert plan.peak_bytes <= least
     compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": budget(1)})
     with pytest.raises(Exception, match="expected a step under") as wrapped:
         compiled(x)
@@ -677,3 +678,4 @@ def test_what_is_not_known_to_repeat_is_kept(x):
 
 def test_sizes_are_printed_in_plain_numbers():
     assert [mib(n << 20) for n in (1, 999, 1024, 24 << 10)] == ["1 MiB", "999 MiB", "1024.0 MiB", "24576.0 MiB"]
+    assert [mib(n) for n in (0, 12, 4 << 10, 173.5 * 2**10)] == ["0 bytes", "12 bytes", "4 KiB", "173.5 KiB"]

@@ -23,6 +23,7 @@ import aot_hooks
 from aot_hooks import KEEP, checkpoint_name, errors, lossless, policies
 from aot_hooks.passes.plan import joined
 from aot_hooks.passes.results import RESULT
+from aot_hooks.settings.byte_sizes import size_text
 
 
 class Net(nn.Module):
@@ -433,7 +434,7 @@ def test_graphs_that_together_are_over_a_budget_are_a_warning() -> None:
         plan = aot_hooks.plan(f, x, policy=tight, inner="aten")
     assert plan.peak_bytes > tight.peak and len(warned) == 1 and warned[0].filename == __file__
     text = str(warned[0].message)
-    assert f"under {tight.peak / 2**20:.4g} MiB" in text and f"take {plan.peak_bytes / 2**20:.4g} MiB together" in text
+    assert f"under {size_text(tight.peak)}" in text and f"take {size_text(plan.peak_bytes)} together" in text
     assert "In training a budget plans them as one step" in text and "last_plans" in text
     with warnings.catch_warnings():
         warnings.simplefilter("error", errors.BudgetWarning)

@@ -86,7 +86,8 @@ class Arena:
 
     def __init__(self, nbytes: int, driver: Simulator | None = None) -> None:
         self.driver = driver
-        self.buffer = torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
+        with torch.inference_mode(False):  # a first call may be in inference mode, and a later one not
+            self.buffer = torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
         graveyard.append(self.buffer)
         start = self.buffer.data_ptr()
         self.first = start + -start % ALIGNMENT
