@@ -334,6 +334,25 @@ def test_what_tiles_read_is_computed_again_and_may_be_rounded(dynamic: bool) -> 
     assert_close(found, gradients(module, lambda x: module(x).square().mean(), x), 0.01)
 
 
+class Gated(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        return x + self.down(F.relu(self.up(y)))
+
+
+def test_a_decision_in_a_tile_keeps_what_the_tile_reads() -> None:
+    """A tile waits for gradients of the one before: what it reads is followed beyond that to the decisions of ReLU."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(Gated(), Scaled(), Gated()), example(64)
+    run = compiled(module, recompute_pointwise=True, policy=aot_hooks.int8())
+    found = gradients(module, lambda x: run(x).square().mean(), x)
+    (plan,) = aot_hooks.last_plans(run)
+    assert [row.count for row in plan.tiled] == [4, 4, 4] and any(d.hook.lossy for d in plan.decisions)
+    module.double()
+    expected = gradients(module, lambda x: module(x).square().mean(), x.detach().double())
+    assert_close(found, [each.float() for each in expected], 0.01)
+
+
 def test_checkpoints_compute_tiles_again(tmp_path: Path) -> None:
     module, x = Model(1), example(64)
     expected = gradients(module, module, x)
