@@ -58,6 +58,7 @@ MOST_VALUES = 100_000
 OBJECTS_DEEP = 2  # a config of a trainer is looked at, not all that its logger holds
 ANY_DEPTH = 1_000
 MOST_BYTES = 1 << 14  # of an array that is compared; data sets are larger
+MOST_ARRAYS = 64  # that are compared, those found first: 1.7 us each in a call, and a data set may have thousands
 DYNAMOS = "_dynamo_"  # begin of attributes that Dynamo sets on parameters when it compiles, such as an evaluation
 Scheduler = torch.optim.lr_scheduler.LRScheduler  # counts outside of the step; what it sets is the optimizer's
 # Objects of torch whose attributes are compared, and which don't count for the depth.
@@ -307,7 +308,7 @@ class HostState:
             if isinstance(value, torch.jit.ScriptModule):  # its tensors are in no dict
                 names = [name for name, _ in (*value.named_parameters(), *value.named_buffers())]
                 self._watch_values(path, names, lambda: [*value.parameters(), *value.buffers()], depth=depth)
-        elif (content := _content(value)) is not None:
+        elif len(self._arrays) < MOST_ARRAYS and (content := _content(value)) is not None:
             self.leaves[path] = f"contents {hashlib.sha256(content).hexdigest()[:16]}"
             self._arrays.append(value)
         elif isinstance(value, contextvars.ContextVar):

@@ -152,6 +152,15 @@ def test_large_arrays_and_those_of_objects_are_not_compared(table):
     assert table[0] == 1
 
 
+def test_the_first_arrays_are_compared():
+    rows = [numpy.full(3, float(i)) for i in range(host.MOST_ARRAYS + 1)]
+    before = HostState({"rows": rows}, "cpu")
+    rows[-1][0] = -1.0
+    assert before.unchanged()
+    rows[host.MOST_ARRAYS - 1][0] = -1.0
+    assert not before.unchanged()
+
+
 def test_a_class_with_attributes_that_cannot_be_set_is_put_back():
     class Color(enum.IntEnum):
         RED = 1
