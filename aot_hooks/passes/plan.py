@@ -279,7 +279,7 @@ def _never_called(x: Any) -> Any:
 
 
 def stand_in(name: str) -> Hook:
-    """A hook that stands in plans for that of a value which does not cross, and is never run."""
+    """A hook that never runs. Plans show it beside a value that is not saved."""
     return Hook(name, _never_called, _never_called)
 
 
