@@ -27,8 +27,8 @@ from .assignment import UNSEEN
 from .versions import Mode, Version
 
 MOST_GROWN = 4  # times that a graph is planned for larger sizes
-_MEASURED = 3  # steps, before plans are made for the sizes that the data have had
-_MARGIN = 1.25  # times these
+_MEASURED_STEPS = 3  # plans are then made for the sizes that the data have had
+_MARGIN = 1.25  # plans take the largest size of these steps times this; argued, not measured
 _MIB = 1 << 20
 Product = tuple[tuple[int, int], ...]  # of inputs' places and exponents
 
@@ -122,7 +122,7 @@ class DataSizes:
         self.steps += 1
         over = any(n > self.planned[symbol] for symbol, n in self.most.items())
         self.grown += over
-        return (over and self.grown <= MOST_GROWN) or self.steps == _MEASURED
+        return (over and self.grown <= MOST_GROWN) or self.steps == _MEASURED_STEPS
 
 
 def value_of(product: Product, numbers: Any) -> Any:
